@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pool → head → InfoNCE against the global batch.
+
+    loss = mean_i [ logsumexp_j( cos(z_i¹, z_j²)/τ ∪ cos(z_i¹, z_j³)/τ + w·1[i=j] ) − cos(z_i¹, z_i²)/τ ]
+
+with i over this rank's sentences and j over the sentences of all ranks (PromptBERT, equation 4; SimCSE, equation 5).
+"""
+
+from __future__ import annotations
+
+from fastprompt_kernels import info_nce
+from torch import Tensor, nn
+
+from fastprompt.data.batching import ContrastiveBatch
+from fastprompt.distributed import gather_rows, rank
+from fastprompt.model.encoder import PromptEncoder
+
+
+class PromptObjective(nn.Module):
+    """The training objective around an encoder: the module that DeepSpeed wraps.
+
+    Args:
+        encoder: encodes the prompts.
+        temperature: τ of InfoNCE.
+        hard_negative_weight: added to the logit of a sentence's own hard negative.
+    """
+
+    def __init__(self, encoder: PromptEncoder, *, temperature: float, hard_negative_weight: float = 0.0) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.temperature = temperature
+        self.hard_negative_weight = hard_negative_weight
+
+    def forward(self, batch: ContrastiveBatch) -> Tensor:
+        """This rank's share of the loss, scalar.
+
+        It is scaled so that its *average* over ranks is the global batch's mean loss, and the average of the ranks'
+        gradients (which is what ZeRO forms) the gradient of that mean, also when ranks hold unequal numbers of rows.
+        """
+        embeddings = self.encoder(batch.prompts, with_head=True)
+        views = embeddings.view(batch.num_views, -1, embeddings.shape[-1])
+        counts = batch.rows_per_rank
+        output = info_nce(
+            views[0],
+            gather_rows(views[1], counts),
+            temperature=self.temperature,
+            positive_offset=sum(counts[: rank()]),
+            hard_negative=gather_rows(views[2], counts) if batch.num_views == 3 else None,
+            hard_negative_weight=self.hard_negative_weight,
+            reduction="sum",
+        )
+        return output.loss * (len(counts) / sum(counts))

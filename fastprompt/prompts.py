@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Templates, their tokens, and packed batches of prompts with their delta sequences.
+
+A prompt is ``[CLS] prefix sentence suffix [SEP]`` with exactly one mask token, in the prefix or in the suffix. The
+*delta* of a (template, n) is ``[CLS] prefix suffix [SEP]`` with every position after the prefix shifted by n, the
+number of the sentence's tokens (PromptBERT, section 4.3). Prefix, sentence and suffix are tokenised apart, so that
+the template's tokens are the same whatever the sentence is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from fastprompt.errors import FastpromptError
+
+SENTENCE = "{sentence}"
+MASK = "[MASK]"
+MASK_SPELLINGS = (MASK, "<mask>")
+EXAMPLE = f'This sentence of "{SENTENCE}" means {MASK}.'
+
+TokenIds = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A template's text around the sentence, with the mask token spelt ``[MASK]``.
+
+    ``prefix`` ends in no white space; ``space_before`` tells that the sentence follows a space (byte-level and
+    sentence-piece tokenizers make the space part of the sentence's first token).
+    """
+
+    prefix: str
+    suffix: str
+    space_before: bool
+
+    @classmethod
+    def parse(cls, text: str, mask_token: str = MASK) -> Template:
+        """Read ``This sentence of "{sentence}" means [MASK].`` or the published ``*cls*_This_…*mask*.*sep+*``.
+
+        ``mask_token`` is the tokenizer's own spelling, accepted beside ``[MASK]`` and ``<mask>``.
+
+        Raises:
+            FastpromptError: no or several ``{sentence}``, no or several masks, an unknown ``*marker*``.
+        """
+        plain = _from_published_syntax(text) if "*sent" in text or "*mask*" in text else text
+        for spelling in {*MASK_SPELLINGS, mask_token}:
+            plain = plain.replace(spelling, MASK)
+        if plain.count(SENTENCE) != 1:
+            raise FastpromptError(
+                f"template {text!r} has {plain.count(SENTENCE)} places for the sentence, it needs exactly one "
+                f"{SENTENCE}, as in {EXAMPLE!r}"
+            )
+        if plain.count(MASK) != 1:
+            raise FastpromptError(
+                f"template {text!r} has {plain.count(MASK)} mask tokens, it needs exactly one {MASK}, "
+                f"as in {EXAMPLE!r}"
+            )
+        before, after = plain.split(SENTENCE)
+        prefix = before.rstrip()
+        return cls(prefix.lstrip(), after.rstrip(), space_before=bool(prefix) and prefix != before)
+
+    def __str__(self) -> str:
+        return f"{self.prefix}{' ' if self.space_before else ''}{SENTENCE}{self.suffix}"
+
+
+def _from_published_syntax(text: str) -> str:
+    plain = text.replace("_", " ").replace("*sent 0*", SENTENCE).replace("*mask*", MASK)
+    plain = re.sub(r"\*(cls|sep\+?)\*", "", plain)
+    unknown = re.search(r"\*[^* ]*\*", plain)
+    if unknown:
+        raise FastpromptError(
+            f"template {text!r} has the marker {unknown.group()!r}; known are *cls*, *sent_0*, *mask*, *sep*, *sep+*"
+        )
+    return plain.strip()
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """A tokenised template: ``prefix`` starts with [CLS], ``suffix`` ends in [SEP]."""
+
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    mask_index: int
+    """Index of the mask token in ``prefix + suffix``."""
+
+    def __len__(self) -> int:
+        return len(self.prefix) + len(self.suffix)
+
+    def mask_position(self, sentence_length: int) -> int:
+        """Index of the mask token in the prompt of a sentence of ``sentence_length`` tokens."""
+        return self.mask_index + (sentence_length if self.mask_index >= len(self.prefix) else 0)
+
+
+class PromptTokenizer:
+    """Tokenises templates and sentences with a transformers fast tokenizer.
+
+    Args:
+        tokenizer: a fast tokenizer with [CLS] and [SEP] tokens (and a mask token when there are templates).
+        templates: the templates, or none for plain ``[CLS] sentence [SEP]`` input (mean and cls pooling).
+        max_positions: how many positions the model has.
+
+    Raises:
+        FastpromptError: a slow tokenizer, a missing special token, a template that this tokenizer cannot split
+            cleanly or that leaves no room for a sentence.
+    """
+
+    def __init__(self, tokenizer: Any, templates: Sequence[str], max_positions: int) -> None:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        if not getattr(tokenizer, "is_fast", False):
+            raise FastpromptError(
+                f"the tokenizer of {name!r} has no fast (Rust) version; "
+                "save it with a tokenizer.json, for instance through transformers.AutoTokenizer"
+            )
+        for role in ("cls", "sep", *(("mask",) if templates else ())):
+            if getattr(tokenizer, f"{role}_token_id") is None:
+                raise FastpromptError(
+                    f"the tokenizer of {name!r} has no {role} token, which prompts need; "
+                    "use a masked language model such as BERT or RoBERTa"
+                )
+        self.hf_tokenizer = tokenizer
+        self.max_positions = max_positions
+        self._backend = self._copy_backend(encode_special_tokens=False)
+        # In a sentence, "[MASK]" or "[SEP]" is text like any other: it must not create a second special token.
+        self._sentence_backend = self._copy_backend(encode_special_tokens=True)
+        self.templates = tuple(Template.parse(text, tokenizer.mask_token) for text in templates)
+        self.space_before = self._common_space()
+        if self.templates:
+            self.prompts = tuple(self._tokenize_template(template) for template in self.templates)
+        else:
+            self.prompts = (PromptTokens((tokenizer.cls_token_id,), (tokenizer.sep_token_id,), 0),)
+
+    @property
+    def max_sentence_tokens(self) -> int:
+        """The longest sentence, in tokens, that fits into the model with every template."""
+        return self.max_positions - max(len(prompt) for prompt in self.prompts)
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes whenever the tokens of a sentence may change."""
+        return f"{self._sentence_backend.to_str()}|space_before={self.space_before}"
+
+    def encode(self, sentences: Sequence[str], max_tokens: int) -> tuple[list[TokenIds], int]:
+        """Tokens of each sentence without special tokens, cut to ``max_tokens``, and how many were cut."""
+        texts = [sentence.strip() for sentence in sentences]
+        if self.space_before:
+            texts = [" " + text if text else "" for text in texts]
+        encodings = self._sentence_backend.encode_batch_fast(texts, add_special_tokens=False)
+        rows = [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+        cut = sum(len(row) > max_tokens for row in rows)
+        return [row[:max_tokens] for row in rows], cut
+
+    def _copy_backend(self, *, encode_special_tokens: bool) -> Tokenizer:
+        backend = Tokenizer.from_str(self.hf_tokenizer.backend_tokenizer.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = encode_special_tokens
+        return backend
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _common_space(self) -> bool:
+        if self._ids(" a") == self._ids("a"):  # WordPiece: a leading space changes nothing
+            return False
+        spaces = {template.space_before for template in self.templates}
+        if len(spaces) > 1:
+            listed = " and ".join(repr(str(template)) for template in self.templates)
+            raise FastpromptError(
+                f"templates {listed} differ in the space before {SENTENCE}, which changes the sentence's tokens "
+                "with this tokenizer; put a space there in all of them or in none"
+            )
+        return spaces == {True}
+
+    def _tokenize_template(self, template: Template) -> PromptTokens:
+        tokenizer = self.hf_tokenizer
+        prefix_text = template.prefix.replace(MASK, tokenizer.mask_token)
+        suffix_text = template.suffix.replace(MASK, tokenizer.mask_token)
+        prefix, suffix = self._ids(prefix_text), self._ids(suffix_text)
+        if self._ids(prefix_text + suffix_text) != prefix + suffix:
+            raise FastpromptError(
+                f"template {str(template)!r}: this tokenizer merges tokens across the place of the sentence, so that "
+                f"the template alone does not have the template's tokens; put a space on both sides of {SENTENCE}"
+            )
+        prompt = PromptTokens(
+            (tokenizer.cls_token_id, *prefix),
+            (*suffix, tokenizer.sep_token_id),
+            1 + (prefix + suffix).index(tokenizer.mask_token_id),
+        )
+        if len(prompt) >= self.max_positions:
+            raise FastpromptError(
+                f"template {str(template)!r} has {len(prompt)} tokens and the model {self.max_positions} positions, "
+                "which leaves none for a sentence; shorten the template"
+            )
+        return prompt
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Sequences laid end to end, without padding: first the N sentences, then the K deltas they need.
+
+    Attributes:
+        input_ids: [T], int64.
+        position_ids: [T], int64, from 0 (a model's own position offset is the model's business).
+        cu_seqlens: [N + K + 1], int64; sequence s is tokens cu_seqlens[s] : cu_seqlens[s + 1].
+        mask_index: [N + K], int64; index into the T tokens of each sequence's mask token.
+        delta_index: [N], int64, which of the K deltas belongs to each sentence; None when there are no deltas.
+        num_sentences: N.
+        max_seqlen: the longest sequence.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    mask_index: Tensor
+    delta_index: Tensor | None
+    num_sentences: int
+    max_seqlen: int
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch on ``device``."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+def pack_prompts(prompts: Sequence[PromptTokens], sentences: Sequence[TokenIds], *, delta: bool) -> PackedBatch:
+    """Lay sentence i, in ``prompts[i]``, and the distinct deltas of the batch end to end.
+
+    Args:
+        prompts: N tokenised templates, one a sentence.
+        sentences: N arrays of token ids; an empty one is an empty sentence.
+        delta: whether to add one delta sequence for each distinct (template, sentence length).
+    """
+    input_ids: list[TokenIds | tuple[int, ...]] = []
+    position_ids: list[TokenIds] = []
+    lengths: list[int] = []
+    mask_offsets: list[int] = []
+    deltas: dict[tuple[PromptTokens, int], int] = {}
+    delta_index: list[int] = []
+    for prompt, sentence in zip(prompts, sentences, strict=True):
+        n = len(sentence)
+        input_ids += [prompt.prefix, sentence, prompt.suffix]
+        position_ids.append(np.arange(len(prompt) + n))
+        lengths.append(len(prompt) + n)
+        mask_offsets.append(prompt.mask_position(n))
+        if delta:
+            delta_index.append(deltas.setdefault((prompt, n), len(deltas)))
+    for prompt, n in deltas:
+        positions = np.arange(len(prompt))
+        positions[len(prompt.prefix) :] += n
+        input_ids += [prompt.prefix, prompt.suffix]
+        position_ids.append(positions)
+        lengths.append(len(prompt))
+        mask_offsets.append(prompt.mask_index)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    return PackedBatch(
+        input_ids=torch.from_numpy(np.concatenate(input_ids, dtype=np.int64)),
+        position_ids=torch.from_numpy(np.concatenate(position_ids, dtype=np.int64)),
+        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int64)),
+        mask_index=torch.from_numpy(cu_seqlens[:-1] + np.asarray(mask_offsets, dtype=np.int64)),
+        delta_index=torch.tensor(delta_index, dtype=torch.int64) if delta else None,
+        num_sentences=len(sentences),
+        max_seqlen=max(lengths),
+    )
