@@ -43,12 +43,12 @@ def reference_loss(
         (loss, scalar; logits, [B, B] or [B, 2B]).
     """
     prompts = encoder.tokenizer.prompts
-    z = [
-        reference_embeddings(
-            encoder, prompts[min(v, len(prompts) - 1)], view, delta=delta, with_head=True, num_deltas=num_deltas
-        )
-        for v, view in enumerate(views)
-    ]
+    # One forward pass of the deltas a template: views that share a template share the dropout of their deltas.
+    tables = [reference_deltas(encoder, prompt, num_deltas) if delta else None for prompt in prompts]
+    z = []
+    for v, view in enumerate(views):
+        template = min(v, len(prompts) - 1)
+        z.append(reference_embeddings(encoder, prompts[template], view, tables[template], with_head=True))
     logits = F.cosine_similarity(z[0].unsqueeze(1), z[1].unsqueeze(0), dim=-1) / temperature
     if len(z) == 3:
         negatives = F.cosine_similarity(z[0].unsqueeze(1), z[2].unsqueeze(0), dim=-1) / temperature
@@ -62,16 +62,18 @@ def reference_embeddings(
     encoder: PromptEncoder,
     prompt: PromptTokens,
     sentences: Sequence[TokenIds],
+    deltas: Tensor | None,
     *,
-    delta: bool,
     with_head: bool,
-    num_deltas: int = 50,
 ) -> Tensor:
-    """[B, H]: head([MASK] state − delta of the sentence's length), for sentences in one template."""
+    """[B, H]: head([MASK] state − delta of the sentence's length), for sentences in one template.
+
+    ``deltas`` is what ``reference_deltas`` returns for the template, or None for no subtraction.
+    """
     prefix, suffix = list(prompt.prefix), list(prompt.suffix)
     full = [prefix + [int(i) for i in sentence] + suffix for sentence in sentences]
     longest = max(len(ids) for ids in full)
-    pad = encoder.backbone.config.pad_token_id
+    pad = encoder.hf_config.pad_token_id
     device = next(encoder.parameters()).device
     input_ids = torch.tensor([ids + [pad] * (longest - len(ids)) for ids in full], device=device)
     attention_mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in full], device=device)
@@ -79,22 +81,22 @@ def reference_embeddings(
     # No position ids: transformers' own default serves as the check on ours.
     hidden = encoder.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     rows = _transform(encoder.head, hidden[torch.arange(len(full), device=device), mask_rows])
-    if delta:
-        lengths = torch.tensor([len(sentence) for sentence in sentences], device=device)
-        rows = rows - _transform(encoder.head, _all_deltas(encoder, prompt, num_deltas, device))[lengths]
+    if deltas is not None:
+        rows = rows - deltas[torch.tensor([len(sentence) for sentence in sentences], device=device)]
     if with_head and encoder.head is not None and not isinstance(encoder.head, MLMTransform):
         rows = encoder.head(rows)
     return rows
 
 
-def _all_deltas(encoder: PromptEncoder, prompt: PromptTokens, count: int, device: torch.device) -> Tensor:
+def reference_deltas(encoder: PromptEncoder, prompt: PromptTokens, count: int) -> Tensor:
     """[count, H]: the template alone, its part after the sentence's place shifted by 0 … count − 1 positions."""
+    device = next(encoder.parameters()).device
     ids = torch.tensor([*prompt.prefix, *prompt.suffix], device=device).repeat(count, 1)
-    first = 0 if encoder.backbone.config.model_type == "bert" else encoder.backbone.config.pad_token_id + 1
+    first = 0 if encoder.hf_config.model_type == "bert" else encoder.hf_config.pad_token_id + 1
     positions = torch.arange(first, first + ids.shape[1], device=device).repeat(count, 1)
     positions[:, len(prompt.prefix) :] += torch.arange(count, device=device).unsqueeze(1)
     hidden: Tensor = encoder.backbone(input_ids=ids, position_ids=positions).last_hidden_state
-    return hidden[:, prompt.mask_index]
+    return _transform(encoder.head, hidden[:, prompt.mask_index])
 
 
 def _transform(head: nn.Module | None, rows: Tensor) -> Tensor:

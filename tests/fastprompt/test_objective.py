@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objective against the reference: forward and every gradient, each kind of model, head and dtype."""
+
+import pytest
+import torch
+from conftest import TEXTS
+
+from fastprompt.config import EncoderConfig
+from fastprompt.data.batching import ContrastiveBatch
+from fastprompt.model import PromptEncoder
+from fastprompt.objective import PromptObjective
+from fastprompt.prompts import pack_prompts
+from fastprompt.reference import reference_loss
+
+# Error of loss and of each gradient, relative to the largest gradient, against the reference in float64.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
+# In bf16 neither path is exact; ours may err by 2 (forward) and 3 (gradients) times the reference's own error in
+# bf16, plus one rounding.
+BF16_FORWARD, BF16_GRADIENT, BF16_FLOOR = 2.0, 3.0, 2**-8
+
+TEMPLATES = {
+    "tiny_bert": ('This sentence of "{sentence}" means [MASK].', 'This sentence : "{sentence}" means [MASK].'),
+    "tiny_roberta": ("This sentence : ' {sentence} ' means [MASK].", "[MASK] : ' {sentence} '"),
+}
+# A one-token sentence, an empty one, and one cut at the limit, among ordinary ones.
+SENTENCES = [*TEXTS[:6], "a", "", "long " * 60]
+
+
+def build(model, head, one_template=False, dtype=torch.float64):
+    templates = TEMPLATES[model.rsplit("/", 1)[-1].rstrip("0").replace("-", "_")]
+    torch.manual_seed(5)
+    config = EncoderConfig(
+        templates=templates[:1] if one_template else templates, head=head, head_at_evaluation=head == "mlm_transform"
+    )
+    encoder = PromptEncoder.from_pretrained(model, config)
+    if head == "tanh_mlp":
+        torch.nn.init.normal_(encoder.head.dense.bias)  # so that an empty sentence, h − delta = 0, has a direction
+    return encoder.to(dtype).eval()  # dropout off: padded and packed paths draw different masks
+
+
+def ours(encoder, views, delta, weight):
+    prompts = encoder.tokenizer.prompts
+    batch = pack_prompts(
+        [prompts[min(v, len(prompts) - 1)] for v, view in enumerate(views) for _ in view],
+        [ids for view in views for ids in view],
+        delta=delta,
+    )
+    objective = PromptObjective(encoder, temperature=0.05, hard_negative_weight=weight)
+    return objective(ContrastiveBatch(batch, len(views), (len(views[0]),)))
+
+
+def loss_and_gradients(encoder, function):
+    encoder.zero_grad()
+    loss = function()
+    loss.backward()
+    gradients = {n: p.grad.double().clone() for n, p in encoder.named_parameters() if p.grad is not None}
+    return loss.item(), gradients
+
+
+def views_of(encoder, count, empty=True):
+    ids = encoder.tokenizer.encode([s for s in SENTENCES if s or empty], 20)[0]
+    return [ids, ids[:1] + ids[2:] + ids[1:2], ids[::-1]][:count] if count == 3 else [ids, ids]
+
+
+def error(got, want):
+    """Largest relative difference of loss and of any gradient (norm), and that no gradient is missing."""
+    assert got[1].keys() == want[1].keys()
+    scale = max(g.norm() for g in want[1].values())
+    gradient = max(((got[1][n] - want[1][n]).norm() / scale).item() for n in want[1])
+    return abs(got[0] - want[0]) / max(1.0, abs(want[0])), gradient
+
+
+@pytest.mark.parametrize("model", ["tiny_bert", "tiny_roberta"])
+@pytest.mark.parametrize("head", ["none", "tanh_mlp", "mlm_transform"])
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "no delta"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_heads_and_models(request, model, head, delta, dtype):
+    path = request.getfixturevalue(model)
+    encoder, exact = build(path, head, dtype=dtype), build(path, head)
+    # An empty sentence minus its delta is the zero vector, which has no cosine: without a head's bias leave it out.
+    views = views_of(encoder, 2, empty=head == "tanh_mlp" or not delta)
+    got = loss_and_gradients(encoder, lambda: ours(encoder, views, delta, 0.0))
+    want = loss_and_gradients(exact, lambda: reference_loss(exact, views, delta=delta)[0])
+    assert max(error(got, want)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.5])
+@pytest.mark.parametrize("one_template", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_triples(tiny_bert, weight, one_template, dtype):
+    encoder, exact = (build(tiny_bert, "tanh_mlp", one_template, d) for d in (dtype, torch.float64))
+    views = views_of(encoder, 3)
+    got = loss_and_gradients(encoder, lambda: ours(encoder, views, True, weight))
+    want = loss_and_gradients(exact, lambda: reference_loss(exact, views, delta=True, hard_negative_weight=weight)[0])
+    assert max(error(got, want)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("model", ["tiny_bert", "tiny_roberta"])
+@pytest.mark.parametrize("views", [2, 3])
+def test_bf16_errs_no_more_than_the_reference_in_bf16(request, model, views):
+    path = request.getfixturevalue(model)
+    encoder, exact = build(path, "tanh_mlp", dtype=torch.bfloat16), build(path, "tanh_mlp")
+    batch = views_of(encoder, views)
+    want = loss_and_gradients(exact, lambda: reference_loss(exact, batch, delta=True)[0])
+    got = error(loss_and_gradients(encoder, lambda: ours(encoder, batch, True, 0.0)), want)
+    plain = error(loss_and_gradients(encoder, lambda: reference_loss(encoder, batch, delta=True)[0]), want)
+    assert got[0] <= BF16_FORWARD * plain[0] + BF16_FLOOR
+    assert got[1] <= BF16_GRADIENT * plain[1] + BF16_FLOOR
+
+
+def test_the_shift_of_the_delta_matters(tiny_bert):
+    """A delta at unshifted positions gives another loss, so that the tests above would notice."""
+    encoder = build(tiny_bert, "none")
+    ids = views_of(encoder, 2)
+    prompts = [encoder.tokenizer.prompts[0]] * 9 + [encoder.tokenizer.prompts[1]] * 9
+    batch = pack_prompts(prompts, [*ids[0], *ids[1]], delta=True)
+    objective = PromptObjective(encoder, temperature=0.05)
+    shifted = objective(ContrastiveBatch(batch, 2, (9,)))
+    lengths = batch.cu_seqlens.diff().tolist()
+    batch.position_ids.copy_(torch.cat([torch.arange(n) for n in lengths]))
+    assert abs(objective(ContrastiveBatch(batch, 2, (9,))) - shifted) > 1e-3
+
+
+def test_dropout_makes_two_views_of_one_template(tiny_bert):
+    """With dropout on, the loss of identical views is that of two draws: positive, and of the reference's size."""
+    encoder = build(tiny_bert, "none", one_template=True, dtype=torch.float32)
+    ids = encoder.tokenizer.encode(TEXTS, 20)[0]
+    encoder.eval()
+    without = ours(encoder, [ids, ids], True, 0.0).item()
+    encoder.train()
+    torch.manual_seed(0)
+    packed = torch.tensor([ours(encoder, [ids, ids], True, 0.0).item() for _ in range(60)])
+    padded = torch.tensor([reference_loss(encoder, [ids, ids], delta=True)[0].item() for _ in range(60)])
+    assert packed.mean() > without + 0.05
+    # Two means of 60 draws: within 4 standard errors.
+    spread = torch.sqrt((packed.var() + padded.var()) / 60)
+    assert abs(packed.mean() - padded.mean()) < 4 * spread
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_bert):
+    encoder = build(tiny_bert, "tanh_mlp")
+    views = views_of(encoder, 2)
+    plain = loss_and_gradients(encoder, lambda: ours(encoder, views, True, 0.0))
+    encoder.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    encoder.train()
+    for module in encoder.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "dropout_prob"):
+            module.dropout_prob = 0.0
+    for layer in encoder.backbone.encoder.layer:
+        layer.attention.self.dropout.p = 0.0
+    assert max(error(loss_and_gradients(encoder, lambda: ours(encoder, views, True, 0.0)), plain)) < 1e-11
