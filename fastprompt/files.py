@@ -20,8 +20,9 @@ def writing_to(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        # torch.save reports a failed write as a RuntimeError of its stream.
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+        # torch.save reports a failed write as a RuntimeError of its archive.
+        archive = ("PytorchStreamWriter", "inline_container")
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in archive):
             raise
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise FastpromptError(f"cannot write {place}: {reason}; free some space or choose another folder") from error

@@ -2,13 +2,12 @@
 """The token cache: contents, identity, concurrency, atomicity, memory."""
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 
 import pytest
-from conftest import PACKAGED_MODEL, ROOT, TEXTS
+from support import PACKAGED_MODEL, ROOT, TEXTS
 from transformers import AutoTokenizer
 
 import fastprompt.data.cache as cache_module
@@ -62,15 +61,24 @@ def test_identity(tmp_path, file, tiny_roberta):
     assert build(new_tokenizer()) == 1
 
 
-def _open(arguments):
-    file, folder = arguments
-    return open_token_cache(file, new_tokenizer(), 8, folder).rows
+OPEN = """
+import sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from fastprompt.data.cache import open_token_cache
+from fastprompt.model.encoder import resolve_model
+from fastprompt.prompts import PromptTokenizer
+model, path, folder, template = sys.argv[1:]
+tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(resolve_model(model)), [template], 64)
+"""
 
 
 def test_concurrent_opens_build_once(tmp_path, file):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        rows = pool.map(_open, [(file, tmp_path / "cache")] * 6)
-    assert rows == [len(TEXTS)] * 6
+    code = OPEN + "print(open_token_cache(path, tokenizer, 8, Path(folder)).rows)"
+    command = [sys.executable, "-c", code, PACKAGED_MODEL, str(file), str(tmp_path / "cache"), PLAIN]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
+    outputs = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert outputs == [[str(len(TEXTS))]] * 3
     entries = list((tmp_path / "cache").iterdir())
     assert len([e for e in entries if e.is_dir()]) == 1
     assert not [e for e in entries if e.name.endswith(".tmp")]
@@ -93,18 +101,16 @@ def test_unwritable_cache_folder(tmp_path, file):
         open_token_cache(file, new_tokenizer(), 8, tmp_path / "in_the_way")
 
 
-MEASURE = """
-import json, resource, sys
-from transformers import AutoTokenizer
-from fastprompt.data.cache import open_token_cache
-from fastprompt.model.encoder import resolve_model
-from fastprompt.prompts import PromptTokenizer
-model, path, folder, template = sys.argv[1:]
-tokenizer = PromptTokenizer(AutoTokenizer.from_pretrained(resolve_model(model)), [template], 64)
-cache = open_token_cache(path, tokenizer, 32, __import__("pathlib").Path(folder))
+MEASURE = (
+    OPEN
+    + """
+import json, resource
+cache = open_token_cache(path, tokenizer, 32, Path(folder))
 total = sum(len(cache[row, 0]) for row in range(0, cache.rows, 1000))
-print(json.dumps({"rows": cache.rows, "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "total": total}))
+peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"rows": cache.rows, "peak_kib": peak_kib, "total": total}))
 """
+)
 
 
 def test_a_million_sentences_need_less_than_a_gibibyte(tmp_path):
@@ -112,7 +118,9 @@ def test_a_million_sentences_need_less_than_a_gibibyte(tmp_path):
     path = tmp_path / "million.txt"
     with path.open("w") as file:
         for n in range(1_000_000):
-            file.write(f"{TEXTS[n % len(TEXTS)]} It happened {n} times before and {n * 7919 % 1000003} times since.\n")
+            file.write(
+                f"{TEXTS[n % len(TEXTS)]} It happened {n} times before and {n * 7919 % 1000003} times since.\n"
+            )
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, PACKAGED_MODEL, str(path), str(tmp_path / "cache"), PLAIN],
         capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "TOKENIZERS_PARALLELISM": "true"},

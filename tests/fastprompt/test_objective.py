@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from conftest import TEXTS
+from support import TEXTS
 
 from fastprompt.config import EncoderConfig
 from fastprompt.data.batching import ContrastiveBatch

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import PACKAGED_MODEL
 from safetensors.torch import load_file
+from support import PACKAGED_MODEL
 
 from fastprompt.config import EncoderConfig
 from fastprompt.data.batching import ContrastiveBatch

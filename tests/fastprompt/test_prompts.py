@@ -3,9 +3,9 @@
 
 import numpy as np
 import pytest
-from conftest import PACKAGED_MODEL, TEXTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import PACKAGED_MODEL, TEXTS
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -163,7 +163,15 @@ def test_packing_and_deltas(bert):
     again = pack_prompts([first] * 3, [ids[0], ids[1], ids[0]], delta=True)
     assert again.delta_index.tolist() == [0, 1, 0]  # one delta for each distinct (template, length)
     lengths = batch.cu_seqlens.diff().tolist()
-    assert lengths == [len(first) + 3, len(first) + 1, len(second) + 3, len(first), *[len(first)] * 2, len(second), len(first)]
+    assert lengths == [
+        len(first) + 3,
+        len(first) + 1,
+        len(second) + 3,
+        len(first),
+        *[len(first)] * 2,
+        len(second),
+        len(first),
+    ]
     assert batch.max_seqlen == max(lengths)
     start = int(batch.cu_seqlens[4])  # the delta of (first, 3 tokens)
     tokens = batch.input_ids[start : start + len(first)].tolist()
