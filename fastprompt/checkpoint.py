@@ -129,7 +129,7 @@ def restore(engine: Any, checkpoint: Path) -> None:
     try:
         path, _ = engine.load_checkpoint(str(inside), tag=_ENGINE_TAG)
         random_state = torch.load(inside / f"rng_rank{rank()}.pt", weights_only=False)
-    except (OSError, RuntimeError, EOFError) as error:
+    except (OSError, RuntimeError, EOFError, AssertionError) as error:  # DeepSpeed asserts that its files exist
         raise FastpromptError(f"{inside} is incomplete or damaged ({error}); start a new run") from error
     if path is None:
         raise FastpromptError(f"{inside} holds no DeepSpeed state; start a new run")
