@@ -305,3 +305,5 @@ def _seed_everything(seed: int, deterministic: bool) -> None:
         # cuBLAS reads this when it starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Otherwise every torch.empty is filled, DeepSpeed's buckets of gigabytes among them, at every step.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
