@@ -100,18 +100,15 @@ def _train(options: argparse.Namespace) -> int:
     from fastprompt.progress import configure_logging
 
     configure_logging(int(os.environ.get("RANK", 0)))
-    from fastprompt.engine import start_ranks, stop_ranks
+    from fastprompt.engine import joined_ranks
     from fastprompt.seeds import train_seeds
     from fastprompt.trainer import Trainer
 
-    device = start_ranks()
-    try:
+    with joined_ranks() as device:
         if options.seeds:
             train_seeds(config, options.seeds, device, resume=options.resume)
         else:
             Trainer(config, device, resume=options.resume).train()
-    finally:
-        stop_ranks()
     return 0
 
 

@@ -7,6 +7,8 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -22,36 +24,46 @@ from fastprompt.errors import FastpromptError
 deepspeed_version: str = deepspeed.__version__
 
 
-def start_ranks() -> torch.device:
-    """Join the process group that the launcher describes (or one of a single process); this rank's device."""
+@contextmanager
+def joined_ranks() -> Iterator[torch.device]:
+    """Join the process group that the launcher describes, or one of a single process; yields this rank's device."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls collectives by names that newer torch versions have renamed.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use.*", category=FutureWarning)
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in alone.items()})
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    described = {} if "RANK" in os.environ else _one_process()
+    os.environ.update(described)
+    try:
+        device = _choose_device()
+        deepspeed.init_distributed(verbose=False)
+        yield device
+    finally:
+        # Without this some backends complain at exit.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name in described:  # a child process is not part of this group
+            os.environ.pop(name, None)
+
+
+def _one_process() -> dict[str, str]:
+    """What a launcher would set for a single rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in alone.items()}
+
+
+def _choose_device() -> torch.device:
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        # Ranks that each start a thread for every core would fight for them.
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        if "OMP_NUM_THREADS" not in os.environ and ranks_here > 1:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-        device = torch.device("cpu")
-    else:
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank)
-        device = torch.device(accelerator.device_name(), local_rank)
-    deepspeed.init_distributed(verbose=False)
-    return device
-
-
-def stop_ranks() -> None:
-    """Leave the process group; without this some backends complain at exit."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        return torch.device(accelerator.device_name(), local_rank)
+    # Ranks that each start a thread for every core would fight for them.
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    if "OMP_NUM_THREADS" not in os.environ and ranks_here > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    return torch.device("cpu")
 
 
 def build_engine(module: nn.Module, config: TrainConfig, deepspeed_config: dict[str, Any], total_steps: int) -> Any:

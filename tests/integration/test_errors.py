@@ -13,7 +13,7 @@ from support import run as run_command
 import fastprompt.files
 from fastprompt.cli import main
 from fastprompt.config import build_train_config
-from fastprompt.engine import start_ranks, stop_ranks
+from fastprompt.engine import joined_ranks
 from fastprompt.errors import FastpromptError
 from fastprompt.trainer import Trainer
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def device():
-    yield start_ranks()
-    stop_ranks()
+    with joined_ranks() as device:
+        yield device
 
 
 @pytest.fixture
