@@ -11,6 +11,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,25 +86,31 @@ class RowReader:
                 if row is not None:
                     self.report.rows += 1
                     yield row
-        except (EOFError, gzip.BadGzipFile) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise FastpromptError(f"{self.path}: damaged gzip file ({error}); fetch or compress it again") from None
         if not self.report.rows:
-            raise FastpromptError(f"{self.path}: no usable row ({self.report}); nothing to train on")
+            raise self._nothing_usable()
 
     def _count_columns(self) -> int:
-        """Of the first row that has text; every other row must have as many."""
+        """Of the first row that has text; every other row must have as many. Also finds that some row is usable."""
+        columns = 0
         try:
-            for _, cells in self._raw_rows():
-                if any(cell.strip() for cell in cells):
-                    if len(cells) > 3:
+            for line, cells in self._raw_rows():
+                if not columns and any(cell.strip() for cell in cells):
+                    columns = len(cells)
+                    if columns > 3:
                         raise FastpromptError(
-                            f"{self.path}: {len(cells)} columns; one (sentences), two (pairs) or three (pairs and a "
+                            f"{self.path}: {columns} columns; one (sentences), two (pairs) or three (pairs and a "
                             "hard negative) are understood; a sentence that holds commas must be quoted in .csv"
                         )
-                    return len(cells)
-        except (EOFError, gzip.BadGzipFile) as error:
+                if self._check_row(line, cells, columns or len(cells)) is not None:
+                    return columns
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise FastpromptError(f"{self.path}: damaged gzip file ({error}); fetch or compress it again") from None
-        raise FastpromptError(f"{self.path}: no usable row (the file is empty); nothing to train on")
+        raise self._nothing_usable()
+
+    def _nothing_usable(self) -> FastpromptError:
+        return FastpromptError(f"{self.path}: no usable row ({self.report}); nothing to train on")
 
     def _check_row(self, line: int, cells: list[str], columns: int) -> tuple[str, ...] | None:
         if len(cells) != columns:

@@ -58,10 +58,11 @@ def test_bad_settings(config, device, changes, message):
         Trainer(config(**changes), device)
 
 
-def test_bad_data_is_an_error_before_any_model_loads(config, device, tmp_path):
-    (tmp_path / "blank.txt").write_text("\n\n")
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xff\n"], ids=["empty", "blank", "not UTF-8"])
+def test_bad_data_is_an_error_before_any_model_loads(config, device, tmp_path, content):
+    (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(FastpromptError, match="no usable row"):
-        Trainer(config(train_file=str(tmp_path / "blank.txt"), model="no/such-model"), device)
+        Trainer(config(train_file=str(tmp_path / "bad.txt"), model="no/such-model"), device)
 
 
 def test_an_output_folder_in_use(config, device, tmp_path):
