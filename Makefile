@@ -27,6 +27,7 @@ $(VENV)/.installed: pyproject.toml setup.py
 		|| { echo "fastprompt needs Python 3.11 or newer; try make PYTHON=python3.12"; exit 1; }
 	@command -v g++ >/dev/null || { echo "DeepSpeed compiles its communication layer: install g++ first"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@case '$(TORCH)' in *==*) echo "No NVIDIA driver: installing $(TORCH); for a small download point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds";; esac
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[all]"
 	touch $@

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import shutil
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,15 @@ from fastprompt.config import TrainConfig, dump_yaml
 from fastprompt.distributed import barrier, rank
 from fastprompt.engine import full_state
 from fastprompt.errors import FastpromptError
-from fastprompt.files import point_link, publish_folder, remove_folder, temporary_folder, write_text, writing_to
+from fastprompt.files import (
+    hidden_neighbour,
+    point_link,
+    publish_folder,
+    remove_folder,
+    temporary_folder,
+    write_text,
+    writing_to,
+)
 
 LAST, BEST = "last", "best"
 STATE_FILE = "trainer_state.json"
@@ -35,18 +43,22 @@ ENVIRONMENT_FILE = "environment.json"
 CONFIG_FILE = "config.yaml"
 _TRAINING_STATE = "training_state"
 _ENGINE_TAG = "engine"
+_OURS = re.compile(r"\.?(checkpoint|best)-\d+(\.\d+)?(\.tmp|\.old)?")
+"""Names of our folders, finished or not; a user's copy (best-backup) is not among them."""
 
 
 @dataclass
 class TrainerState:
-    """Where a run stands. ``trainer_state.json`` has these fields, those of transformers' trainer among them.
+    """Where a run stands: ``trainer_state.json``. Its ``log_history`` is in the format of transformers' trainer.
 
-    ``loss_window`` holds the losses since the last log entry, ``train_runtime`` the seconds of training so far.
+    ``metric`` names what ``best_metric`` is, ``loss_window`` holds the losses since the last log entry, and
+    ``train_runtime`` the seconds of training so far.
     """
 
     global_step: int = 0
     max_steps: int = 0
     epoch: float = 0.0
+    metric: str | None = None
     best_metric: float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
@@ -97,6 +109,20 @@ def save_last(engine: Any, folder: Path, state: TrainerState, config: TrainConfi
     _finish(beside, target, folder / LAST)
 
 
+def check_free(folder: Path) -> None:
+    """A new run may start in ``folder``: there is nothing in it but what a run leaves that never saved.
+
+    Raises:
+        FastpromptError: there is something.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FastpromptError(f"{folder} is a file; give another --output_dir")
+    found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if any(name != CONFIG_FILE and not name.startswith(".") for name in found):
+        cure = "continue the run in it with --resume, or give" if LAST in found else "give"
+        raise FastpromptError(f"{folder} is not empty; {cure} another --output_dir")
+
+
 def find_last(folder: Path) -> Path:
     """The checkpoint that ``last`` names.
 
@@ -106,8 +132,8 @@ def find_last(folder: Path) -> Path:
     link = folder / LAST
     if not (link / _TRAINING_STATE).is_dir():
         raise FastpromptError(
-            f"nothing to resume in {folder}: it has no checkpoint named {LAST!r}; "
-            "give the --output_dir of an interrupted run, or start one without --resume"
+            f"nothing to resume in {folder}: it has no checkpoint named {LAST!r}, written every save_steps; "
+            "give the --output_dir of an interrupted run, or start a new one without --resume"
         )
     return link.resolve()
 
@@ -129,7 +155,7 @@ def restore(engine: Any, checkpoint: Path) -> None:
     try:
         path, _ = engine.load_checkpoint(str(inside), tag=_ENGINE_TAG)
         random_state = torch.load(inside / f"rng_rank{rank()}.pt", weights_only=False)
-    except (OSError, RuntimeError, EOFError, AssertionError) as error:  # DeepSpeed asserts that its files exist
+    except Exception as error:  # damage shows as anything from OSError to AssertionError and UnpicklingError
         raise FastpromptError(f"{inside} is incomplete or damaged ({error}); start a new run") from error
     if path is None:
         raise FastpromptError(f"{inside} holds no DeepSpeed state; start a new run")
@@ -139,13 +165,8 @@ def restore(engine: Any, checkpoint: Path) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Remove what a killed run left half-written: hidden folders, and checkpoints that no link names."""
     named = {(folder / link).resolve() for link in (LAST, BEST)}
-    for path in folder.iterdir():
-        if not path.is_dir() or path.is_symlink():
-            continue
-        hidden = path.name.startswith((".checkpoint-", ".best-"))
-        if hidden:
-            shutil.rmtree(path)
-        elif path.name.startswith(("checkpoint-", "best-")) and path.resolve() not in named:
+    for path in list(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink() and path.resolve() not in named and _OURS.fullmatch(path.name):
             remove_folder(path)
 
 
@@ -156,12 +177,11 @@ def _begin(target: Path) -> tuple[Path, Path]:
         target = next(
             free for n in itertools.count(1) if not (free := target.with_name(f"{target.name}.{n}")).exists()
         )
-    beside = target.with_name(f".{target.name}.tmp")
     barrier()
     if rank() == 0:
-        beside = temporary_folder(target)
+        temporary_folder(target)
     barrier()
-    return target, beside
+    return target, hidden_neighbour(target)
 
 
 def _write_model(

@@ -17,7 +17,7 @@ from dataclasses import fields
 from typing import Any
 
 from fastprompt import __version__
-from fastprompt.config import HEADS, POOLINGS, TrainConfig, build_train_config, recipe_names
+from fastprompt.config import POOLINGS, TrainConfig, build_train_config, recipe_names
 from fastprompt.errors import FastpromptError
 
 
@@ -92,6 +92,12 @@ def _seeds(text: str) -> list[int]:
     return seeds
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def _train(options: argparse.Namespace) -> int:
     given = {f.name: getattr(options, f.name) for f in fields(TrainConfig) if hasattr(options, f.name)}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
@@ -127,15 +133,14 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--template", help="for mask pooling")
     parser.add_argument("--delta", action=argparse.BooleanOptionalAction, help="subtract the template's own state")
     parser.add_argument("--final_period", action=argparse.BooleanOptionalAction, help="add a missing final period")
-    parser.add_argument("--head", choices=HEADS, help="only to check that the checkpoint has this head")
-    parser.add_argument("--batch_size", type=int, default=128, help="sentences in one batch (default: 128)")
+    parser.add_argument("--batch_size", type=_positive, default=128, help="sentences in one batch (default: 128)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=_eval)
 
 
 def _eval(options: argparse.Namespace) -> int:
     _prepare_libraries()
-    from fastprompt.evaluation.sts import TASKS, YEARLY, evaluate_sts, format_table, load_task
+    from fastprompt.evaluation.sts import TASKS, YEARLY, evaluate_sts, format_table, load_tasks
     from fastprompt.model.encoder import PromptEncoder, default_device, reconcile
 
     asked = {
@@ -143,21 +148,14 @@ def _eval(options: argparse.Namespace) -> int:
         "templates": (options.template,) if options.template else None,
         "delta": options.delta,
         "final_period": options.final_period,
-        "head": options.head,
     }
     config = reconcile(options.model, {name: value for name, value in asked.items() if value is not None})
     all_tasks = TASKS if options.split == "test" else tuple(task for task in TASKS if task not in YEARLY)
     tasks = tuple(options.tasks.split(",")) if options.tasks else all_tasks
-    for task in tasks:
-        load_task(options.sts_dir, task, options.split)  # missing data is an error before the model loads
+    loaded = load_tasks(options.sts_dir, tasks, options.split)  # missing data is an error before the model loads
     encoder = PromptEncoder.from_pretrained(options.model, config).to(default_device())
     print(f"{options.model}: {encoder.config.describe()}", file=sys.stderr)
-    scores = evaluate_sts(
-        lambda sentences: encoder.encode(sentences, batch_size=options.batch_size),
-        options.sts_dir,
-        tasks,
-        options.split,
-    )
+    scores = evaluate_sts(lambda sentences: encoder.encode(sentences, batch_size=options.batch_size), loaded)
     if options.json:
         percent = {task: round(100 * score, 2) for task, score in scores.items()}
         average = round(100 * sum(scores.values()) / len(scores), 2)

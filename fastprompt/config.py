@@ -152,6 +152,8 @@ class TrainConfig:
         for name in ("warmup_steps", "eval_steps", "save_steps", "gradient_clipping", "weight_decay"):
             if getattr(self, name) < 0:
                 raise FastpromptError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if not 0 <= self.seed < 2**32:
+            raise FastpromptError(f"seed is {self.seed}; it must lie in 0 … 2³² − 1")
         if self.max_steps is not None and self.max_steps < 1:
             raise FastpromptError(f"max_steps is {self.max_steps}; it must be at least 1")
         if self.dropout is not None and not 0 <= self.dropout < 1:
@@ -208,18 +210,13 @@ def _load_recipe(recipe: str) -> dict[str, Any]:
         raise FastpromptError(f"recipe {recipe!r} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise FastpromptError(f"recipe {recipe!r} must be a mapping of settings, such as 'learning_rate: 3.0e-5'")
-    return from_mapping(values, f"recipe {recipe!r}")
-
-
-def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check names and types of settings read from a file; ``where`` names the file in errors."""
     hints = typing.get_type_hints(TrainConfig)
-    checked = {}
-    for name, value in values.items():
+    for name in values:
         if name not in hints:
-            raise FastpromptError(f"{where} has the unknown setting {name!r}; fastprompt train --help lists them all")
-        checked[name] = _coerce(name, value, hints[name], where)
-    return checked
+            raise FastpromptError(
+                f"recipe {recipe!r} has the unknown setting {name!r}; fastprompt train --help lists them all"
+            )
+    return {name: _coerce(name, value, hints[name], f"recipe {recipe!r}") for name, value in values.items()}
 
 
 def _coerce(name: str, value: Any, hint: Any, where: str) -> Any:
@@ -230,7 +227,7 @@ def _coerce(name: str, value: Any, hint: Any, where: str) -> Any:
     if typing.get_origin(hint) is tuple:
         if isinstance(value, str):
             return (value,)
-        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return tuple(value)
     elif hint is float:
         # YAML reads 3e-5 as text.
@@ -283,4 +280,5 @@ def encoder_from_json(text: str, where: str) -> EncoderConfig:
             f"{where} has format {version!r} and settings {sorted(values)}, this version reads format "
             f"{FORMAT_VERSION} with {sorted(names)}; use the fastprompt version that wrote it"
         )
-    return EncoderConfig(**{**values, "templates": tuple(values["templates"])})
+    hints = typing.get_type_hints(EncoderConfig)
+    return EncoderConfig(**{name: _coerce(name, value, hints[name], where) for name, value in values.items()})

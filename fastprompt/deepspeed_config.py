@@ -29,6 +29,9 @@ def load_deepspeed_config(config: TrainConfig, world_size: int, hidden_size: int
     """
     where = config.deepspeed_config or "the default DeepSpeed config"
     values = _read(config.deepspeed_config) if config.deepspeed_config else copy.deepcopy(_DEFAULT)
+    for section in ("bf16", "fp16", "zero_optimization"):
+        if not isinstance(values.get(section, {}), dict):
+            raise FastpromptError(f'{where}: {section} must be an object, as in "zero_optimization": {{"stage": 2}}')
     for section in ("optimizer", "scheduler"):
         if section in values:
             raise FastpromptError(
@@ -69,6 +72,8 @@ def load_deepspeed_config(config: TrainConfig, world_size: int, hidden_size: int
     if left:
         raise FastpromptError(f'{where}: nothing fills "auto" at {left}; write a value there')
     stage = zero_stage(values)
+    if stage not in (0, 1, 2, 3):
+        raise FastpromptError(f"{where}: zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3")
     if config.precision != "fp32" and stage == 0:
         raise FastpromptError(
             f"precision {config.precision} keeps float32 master weights, which needs ZeRO stage 1 or higher, but "
@@ -81,7 +86,8 @@ def load_deepspeed_config(config: TrainConfig, world_size: int, hidden_size: int
 
 def zero_stage(values: dict[str, Any]) -> int:
     """The ZeRO stage of a DeepSpeed config; 0 when it has none."""
-    return int(values.get("zero_optimization", {}).get("stage", 0))
+    stage: int = values.get("zero_optimization", {}).get("stage", 0)
+    return stage
 
 
 def _read(path: str) -> dict[str, Any]:

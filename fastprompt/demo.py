@@ -18,6 +18,7 @@ from rich.table import Table
 from fastprompt import checkpoint
 from fastprompt.config import build_train_config
 from fastprompt.data.documentation import documentation_paragraphs, split_held_out
+from fastprompt.distributed import free_port
 from fastprompt.errors import FastpromptError
 from fastprompt.evaluation import unit_rows
 from fastprompt.evaluation.neighbours import evaluate_neighbours, nearest
@@ -109,8 +110,11 @@ def _launch(
     num_accelerators: int | None,
     max_steps: int | None,
 ) -> int:
-    ranks = num_accelerators or torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
+    batch = build_train_config("demo", {}).global_batch_size
+    most = torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
+    ranks = num_accelerators or max(n for n in range(1, most + 1) if batch % n == 0)
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
+    command += ["--master_port", str(free_port())]
     command += ["--no_local_rank", "--module", "fastprompt", "train", "--recipe", "demo"]
     command += ["--train_file", str(train_file), "--eval_file", str(eval_file), "--output_dir", str(run)]
     if deepspeed_config:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,14 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def barrier() -> None:

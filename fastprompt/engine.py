@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +18,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from fastprompt.config import TrainConfig
+from fastprompt.distributed import free_port
 from fastprompt.errors import FastpromptError
-
-deepspeed_version: str = deepspeed.__version__
 
 
 @contextmanager
@@ -46,10 +44,7 @@ def joined_ranks() -> Iterator[torch.device]:
 
 def _one_process() -> dict[str, str]:
     """What a launcher would set for a single rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return {name: str(value) for name, value in alone.items()}
 
 

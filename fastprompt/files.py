@@ -34,7 +34,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         FastpromptError: the disk is full or the folder not writable; ``path`` is then as it was.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = hidden_neighbour(path)
     with writing_to(path):
         try:
             with beside.open("w", encoding="utf-8") as file:
@@ -47,9 +47,14 @@ def write_text(path: Path, text: str) -> None:
             beside.unlink(missing_ok=True)
 
 
+def hidden_neighbour(target: Path) -> Path:
+    """Where ``target`` is put together before it appears."""
+    return target.with_name(f".{target.name}.tmp")
+
+
 def temporary_folder(target: Path) -> Path:
     """An empty folder beside ``target``, to be filled and passed to ``publish_folder``."""
-    beside = target.with_name(f".{target.name}.tmp")
+    beside = hidden_neighbour(target)
     with writing_to(target):
         if beside.exists():
             shutil.rmtree(beside)
@@ -73,7 +78,7 @@ def publish_folder(beside: Path, target: Path) -> None:
 
 def point_link(link: Path, target: Path) -> None:
     """Make the symbolic link ``link`` name its neighbour ``target``, atomically."""
-    beside = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    beside = hidden_neighbour(link)
     with writing_to(link):
         beside.unlink(missing_ok=True)
         beside.symlink_to(target.name)

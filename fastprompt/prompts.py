@@ -131,6 +131,7 @@ class PromptTokenizer:
         self._backend = self._copy_backend(encode_special_tokens=False)
         # In a sentence, "[MASK]" or "[SEP]" is text like any other: it must not create a second special token.
         self._sentence_backend = self._copy_backend(encode_special_tokens=True)
+        self._special_ids = sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
         self.templates = tuple(Template.parse(text, tokenizer.mask_token) for text in templates)
         self.space_before = self._common_space()
         if self.templates:
@@ -154,9 +155,17 @@ class PromptTokenizer:
         if self.space_before:
             texts = [" " + text if text else "" for text in texts]
         encodings = self._sentence_backend.encode_batch_fast(texts, add_special_tokens=False)
-        rows = [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+        rows: list[TokenIds] = [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+        if rows and np.isin(np.concatenate(rows), self._special_ids).any():
+            rows = [self._without_specials(row) for row in rows]
         cut = sum(len(row) > max_tokens for row in rows)
         return [row[:max_tokens] for row in rows], cut
+
+    def _without_specials(self, row: TokenIds) -> TokenIds:
+        # Sentence-piece vocabularies hold "<mask>" as an ordinary piece, which no setting switches off.
+        unknown = self.hf_tokenizer.unk_token_id
+        special = np.isin(row, self._special_ids)
+        return row[~special] if unknown is None else np.where(special, np.int32(unknown), row)
 
     def _copy_backend(self, *, encode_special_tokens: bool) -> Tokenizer:
         backend = Tokenizer.from_str(self.hf_tokenizer.backend_tokenizer.to_str())

@@ -15,7 +15,7 @@ import torch
 
 from fastprompt import checkpoint
 from fastprompt.config import TrainConfig
-from fastprompt.distributed import rank
+from fastprompt.distributed import barrier, rank
 from fastprompt.files import write_text
 from fastprompt.trainer import Trainer
 
@@ -37,14 +37,19 @@ def train_seeds(
         standard deviation (n − 1) over seeds.
     """
     folder = Path(config.output_dir)
+    places = {seed: folder / f"seed-{seed}" for seed in seeds}
+    begun = {seed: resume and (place / checkpoint.LAST).exists() for seed, place in places.items()}
+    for seed, place in places.items():  # not when the third run begins
+        if not begun[seed]:
+            checkpoint.check_free(place)
+    barrier()  # before any rank writes there
     runs = []
-    for seed in seeds:
-        place = folder / f"seed-{seed}"
-        begun = (place / checkpoint.LAST).exists()
+    for seed, place in places.items():
         log.info("seed %d in %s", seed, place)
-        trainer = Trainer(replace(config, seed=seed, output_dir=str(place)), device, resume=resume and begun)
+        trainer = Trainer(replace(config, seed=seed, output_dir=str(place)), device, resume=begun[seed])
         state = trainer.train()
         trainer.engine.destroy()
+        del trainer  # two models need not fit side by side
         if not state.finished:
             return None
         run = {"seed": seed, "train_loss": state.loss_sum / state.global_step}

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from fastprompt import checkpoint
 from fastprompt.checkpoint import TrainerState
@@ -25,7 +24,7 @@ from fastprompt.data.batching import BatchPlan, collate
 from fastprompt.data.cache import open_token_cache
 from fastprompt.data.reading import RowReader
 from fastprompt.deepspeed_config import load_deepspeed_config, zero_stage
-from fastprompt.distributed import all_reduce_sum, encode_over_ranks, rank, world_size
+from fastprompt.distributed import all_reduce_sum, barrier, encode_over_ranks, rank, world_size
 from fastprompt.engine import build_engine
 from fastprompt.environment import compare_environments, describe_environment
 from fastprompt.errors import FastpromptError
@@ -79,7 +78,7 @@ class Trainer:
             config.seed,
         )
         steps = self.plan.total_steps(config.num_train_epochs, config.max_steps)
-        self.state = TrainerState(max_steps=steps)
+        self.state = TrainerState(max_steps=steps, metric=self._metric)
         deepspeed_config = load_deepspeed_config(config, world_size(), encoder.backbone.config.hidden_size)
         self.environment = describe_environment(
             config,
@@ -90,6 +89,7 @@ class Trainer:
         if resumed:
             for difference in compare_environments(checkpoint.load_environment(resumed), self.environment):
                 log.warning("resuming although %s", difference)
+            self.state = self._restored_state(resumed)
         # Every rank starts from rank 0's weights (DeepSpeed broadcasts them) but draws its own dropout.
         torch.manual_seed(config.seed + 1 + rank())
         objective = PromptObjective(
@@ -99,7 +99,9 @@ class Trainer:
         self.engine = build_engine(objective, config, deepspeed_config, steps)
         if resumed:
             checkpoint.restore(self.engine, resumed)
-            self.state = TrainerState.load(resumed / checkpoint.STATE_FILE)
+        if rank() == 0:
+            checkpoint.clear_leftovers(self.folder)
+            write_text(self.folder / checkpoint.CONFIG_FILE, dump_yaml(config))
         self._announce(resumed)
 
     def train(self) -> TrainerState:
@@ -109,26 +111,26 @@ class Trainer:
             log.info("%s is complete: nothing left to train", self.folder)
             return state
         started, before = time.monotonic(), state.train_runtime
-        if state.global_step == 0:
-            self._evaluate()
-        with _stop_requests() as stop, TrainingProgress(state, config.global_batch_size, enabled=rank() == 0) as bar:
-            while not state.finished:
-                learning_rate = self.engine.get_lr()[0]
-                loss, stopping = self._step(stop)
-                state.train_runtime = before + time.monotonic() - started
-                bar.update(loss, learning_rate)
-                if state.global_step % config.logging_steps == 0 or state.finished:
-                    self._log_losses(learning_rate, bar)
-                if config.eval_steps and (state.global_step % config.eval_steps == 0 or state.finished):
-                    self._evaluate()
-                if stopping or state.finished:
-                    break
-                if config.save_steps and state.global_step % config.save_steps == 0:
-                    self._save()
-        state.train_runtime = before + time.monotonic() - started
-        if state.finished:
-            self._log_summary()
-        self._save()
+        with _stop_requests() as stop:
+            if state.global_step == 0:
+                self._evaluate()
+            with TrainingProgress(state, config.global_batch_size, enabled=rank() == 0) as bar:
+                stopping = False
+                while not (state.finished or stopping):
+                    learning_rate = self.engine.get_lr()[0]
+                    loss, stopping = self._step(stop)
+                    state.train_runtime = before + time.monotonic() - started
+                    bar.update(loss, learning_rate)
+                    if state.global_step % config.logging_steps == 0 or state.finished:
+                        self._log_losses(learning_rate, bar)
+                    if config.eval_steps and (state.global_step % config.eval_steps == 0 or state.finished):
+                        self._evaluate()
+                    due = config.save_steps and state.global_step % config.save_steps == 0
+                    if due and not (state.finished or stopping):
+                        self._save()
+            if state.finished:
+                self._log_summary()
+            self._save()
         if not state.finished:
             log.info(
                 "stopped after step %d of %d as asked; everything is saved, continue with --resume --output_dir %s",
@@ -171,9 +173,9 @@ class Trainer:
             metrics |= evaluate()
         self._append_log(metrics)
         log.info("step %d: %s", self.state.global_step, ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
-        state, value = self.state, metrics[self._metric]
+        state, value = self.state, metrics[self._metric or ""]
         # The untrained model is scored to see that evaluation works, but it is nobody's best checkpoint.
-        if state.global_step and (state.best_metric is None or value > state.best_metric):
+        if state.global_step and math.isfinite(value) and (state.best_metric is None or value > state.best_metric):
             state.best_metric = value
             state.best_global_step = state.global_step
             state.best_model_checkpoint = str(self.folder / checkpoint.BEST)
@@ -211,35 +213,27 @@ class Trainer:
     def _claim_folder(self, resume: bool) -> Path | None:
         """The checkpoint to resume from, or None for a new run in a new or empty folder."""
         if resume:
-            found = checkpoint.find_last(self.folder)
-            if rank() == 0:
-                checkpoint.clear_leftovers(self.folder)
-            return found
-        # Rank 0 alone looks and writes, so that no rank sees another's file and takes it for an older run's.
-        problem: list[str | None] = [None]
-        if rank() == 0:
-            try:
-                with writing_to(self.folder):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    if any(self.folder.iterdir()):
-                        raise FastpromptError(
-                            f"{self.folder} is not empty; continue the run in it with --resume, or give another "
-                            "--output_dir"
-                        )
-                write_text(self.folder / checkpoint.CONFIG_FILE, dump_yaml(self.config))
-            except FastpromptError as error:
-                problem = [str(error)]
-        if world_size() > 1:
-            dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise FastpromptError(problem[0])
+            return checkpoint.find_last(self.folder)
+        checkpoint.check_free(self.folder)
+        with writing_to(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        barrier()  # no rank may take what another one writes for an older run's
         return None
 
-    def _load_evaluations(self) -> tuple[str, list[Any]]:
+    def _restored_state(self, resumed: Path) -> TrainerState:
+        state = TrainerState.load(resumed / checkpoint.STATE_FILE)
+        if state.metric != self._metric:
+            raise FastpromptError(
+                f"cannot resume: {state.metric or 'no metric'} chose the best checkpoint so far and "
+                f"{self._metric or 'no metric'} would now; evaluate as before (--sts_dir, --eval_file, --eval_steps)"
+            )
+        return state
+
+    def _load_evaluations(self) -> tuple[str | None, list[Any]]:
         """The metric that chooses the best checkpoint, and functions that each return metrics by name."""
         config = self.config
         if not config.eval_steps:
-            return "", []
+            return None, []
         chosen = config.metric_for_best_model
         if chosen and getattr(config, METRICS[chosen]) is None:
             raise FastpromptError(
@@ -253,7 +247,7 @@ class Trainer:
         if config.eval_file is not None:
             pairs = load_pairs(config.eval_file)
             evaluators.append(lambda: {f"eval_{k}": v for k, v in evaluate_neighbours(self._encode, pairs).items()})
-        default = next((name for name, setting in METRICS.items() if getattr(config, setting) is not None), "")
+        default = next((name for name, setting in METRICS.items() if getattr(config, setting) is not None), None)
         return chosen or default, evaluators
 
     def _encode(self, sentences: Any) -> Any:

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from support import PACKAGED_MODEL, TEXTS
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForMaskedLM,
+    XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
 )
 from transformers import logging as transformers_logging
 
@@ -89,6 +91,35 @@ def tiny_roberta(tmp_path_factory: pytest.TempPathFactory) -> str:
         initializer_range=0.2,
     )  # fmt: skip
     RobertaForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_xlm_roberta(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random XLM-RoBERTa of 2 layers with a sentence-piece (Unigram) tokenizer, special tokens among its pieces."""
+    folder = tmp_path_factory.mktemp("tiny-xlm-roberta")
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    text = " ".join([*TEXTS, "This sentence : ' ' means . The what says"])
+    pieces = sorted({f"▁{word}" for word in text.split()} | set(text.replace(" ", "")) | {"▁"})
+    vocabulary = [*((token, 0.0) for token in specials), *((piece, -float(10 - len(piece))) for piece in pieces)]
+    unigram = Tokenizer(models.Unigram(vocabulary, unk_id=3))
+    unigram.normalizer = normalizers.NFKC()
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    unigram.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=unigram, bos_token="<s>", cls_token="<s>", pad_token="<pad>", eos_token="</s>",
+        sep_token="</s>", unk_token="<unk>", mask_token=AddedToken("<mask>", lstrip=True, special=True),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = XLMRobertaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=66, pad_token_id=1, bos_token_id=0, eos_token_id=2, type_vocab_size=1,
+        initializer_range=0.2,
+    )  # fmt: skip
+    XLMRobertaForMaskedLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

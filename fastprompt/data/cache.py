@@ -103,18 +103,17 @@ def _build(reader: RowReader, tokenizer: PromptTokenizer, max_tokens: int, folde
     dtype = np.dtype(np.uint16 if len(tokenizer.hf_tokenizer) <= 1 << 16 else np.uint32)
     beside = temporary_folder(folder)
     total, cut, rows, shown = 0, 0, 0, start
-    with (
-        writing_to(folder),
-        (beside / "tokens.bin").open("wb") as tokens,
-        (beside / "offsets.bin").open("wb") as ends,
-    ):
+    # Only the writing itself may be reported as such: the reader's own errors pass through.
+    with (beside / "tokens.bin").open("wb") as tokens, (beside / "offsets.bin").open("wb") as ends:
         ends.write(np.zeros(1, np.int64).tobytes())
         remaining = iter(reader)
         while chunk := list(islice(remaining, _CHUNK_ROWS)):
             ids, chunk_cut = tokenizer.encode(list(chain.from_iterable(chunk)), max_tokens)
             offsets = total + np.cumsum([len(row) for row in ids], dtype=np.int64)
-            tokens.write(np.concatenate(ids).astype(dtype).tobytes())
-            ends.write(offsets.tobytes())
+            with writing_to(folder):
+                for file, values in ((tokens, np.concatenate(ids).astype(dtype)), (ends, offsets)):
+                    file.write(values.tobytes())
+                    file.flush()
             total, cut, rows = int(offsets[-1]), cut + chunk_cut, rows + len(chunk)
             if time.monotonic() - shown > 5:
                 shown = time.monotonic()

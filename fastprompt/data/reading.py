@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from fastprompt.errors import FastpromptError
 
@@ -26,6 +26,8 @@ COLUMN_NAMES = (
     ("hard_neg", "hard_negative", "negative", "neg"),
 )
 """Names that mark a header line (.csv, .tsv) and choose the columns (.jsonl, .parquet), by role."""
+_ROLE = {name: role for role, names in enumerate(COLUMN_NAMES) for name in names}
+_ROLE_NAMES = ("sentence", "positive", "hard negative")
 _SHOWN_LINES = 5
 
 
@@ -117,8 +119,8 @@ class RowReader:
             reason = "empty" if not any(cells) else f"not {columns} column{'s' if columns > 1 else ''}"
             self.report.reject(reason, line)
             return None
-        # Bytes that are not UTF-8 were read as lone surrogates.
-        if any("\udc80" <= char <= "\udcff" for cell in cells if not cell.isascii() for char in cell):
+        # Bytes that are not UTF-8 were read as lone surrogates; JSON can spell such halves out.
+        if any("\ud800" <= char <= "\udfff" for cell in cells if not cell.isascii() for char in cell):
             self.report.reject("not UTF-8", line)
             return None
         row = tuple(cell.strip() for cell in cells)
@@ -152,6 +154,8 @@ class RowReader:
         else:
             reader = csv.reader(text)
         first = True
+        header: list[str] = []
+        chosen: list[int] = []
         while True:
             line = reader.line_num + 1
             try:
@@ -161,28 +165,39 @@ class RowReader:
             except csv.Error:
                 self.report.reject("not CSV", line)
                 continue
-            if first and cells and all(cell.strip().lower() in sum(COLUMN_NAMES, ()) for cell in cells):
+            if first and any(cells):
                 first = False
+                names = [cell.strip().lower() for cell in cells]
+                if any(name in _ROLE for name in names):
+                    header = names
+                    chosen = [names.index(name) for name in self._choose_columns(names)]
+                    continue
+            if header and len(cells) == len(header):
+                cells = [cells[index] for index in chosen]
+            elif header and any(cells):
+                self.report.reject(f"not {len(header)} columns", line)
                 continue
-            first = first and not any(cells)
             yield line, cells
 
     def _jsonl_rows(self, text: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]:
-        names: list[str] | None = None
+        names: list[str] = []
         for number, line in enumerate(text, 1):
             if not line.strip():
                 yield number, [""]
                 continue
             try:
                 value = json.loads(line)
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, RecursionError):
                 self.report.reject("not JSON", number)
                 continue
             if isinstance(value, dict):
-                names = names or self._choose_columns([k for k, v in value.items() if isinstance(v, str)])
+                # A known name counts even where the first row has null for it.
+                usable = [key for key, cell in value.items() if isinstance(cell, str) or key.lower() in _ROLE]
+                if not names and usable:
+                    names = self._choose_columns(usable)
                 value = [value.get(name) for name in names]
             cells = value if isinstance(value, list) else [value]
-            if not all(isinstance(cell, str) for cell in cells):
+            if not cells or not all(isinstance(cell, str) for cell in cells):
                 self.report.reject("not text", number)
                 continue
             yield number, cells
@@ -195,26 +210,51 @@ class RowReader:
             raise FastpromptError(
                 f"{self.path}: reading .parquet needs pyarrow; install it with pip install 'fastprompt[parquet]'"
             ) from None
+
+        def is_text(kind: Any) -> bool:
+            if pa.types.is_dictionary(kind):
+                kind = kind.value_type
+            return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+        def texts(column: Any) -> list[str]:
+            if pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            # As bytes, since pyarrow does not check that its strings are UTF-8.
+            values = column.cast(pa.large_binary()).to_pylist()
+            return ["" if v is None else v.decode("utf-8", errors="surrogateescape") for v in values]
+
         try:
-            table = pq.ParquetFile(self._open())
-            texts = [
-                f.name for f in table.schema_arrow if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)
-            ]
-            names = self._choose_columns(texts)
-            number = 0
-            for batch in table.iter_batches(batch_size=8192, columns=names):
-                for cells in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
-                    number += 1
-                    yield number, ["" if cell is None else cell for cell in cells]
-        except pa.ArrowInvalid as error:
+            with self._open() as source:
+                table = pq.ParquetFile(source)
+                names = self._choose_columns([f.name for f in table.schema_arrow if is_text(f.type)])
+                number = 0
+                for batch in table.iter_batches(batch_size=8192, columns=names):
+                    for cells in zip(*(texts(batch.column(name)) for name in names), strict=True):
+                        number += 1
+                        yield number, list(cells)
+        except (pa.ArrowInvalid, OSError) as error:
+            if isinstance(error, gzip.BadGzipFile):
+                raise
             raise FastpromptError(f"{self.path}: damaged parquet file ({error}); fetch or write it again") from None
 
     def _choose_columns(self, available: list[str]) -> list[str]:
-        """The columns with known names, in the order of their roles; else all of them when they are 1 to 3."""
-        by_lower = {name.lower(): name for name in available}
-        known = [next((by_lower[n] for n in names if n in by_lower), None) for names in COLUMN_NAMES]
-        if known[0] is not None:
-            return [name for name in known if name is not None]
+        """The columns with known names, in the order of their roles; without any, all of them if they are 1 to 3."""
+        by_role: dict[int, str] = {}
+        for name in available:
+            role = _ROLE.get(name.lower())
+            if role is not None and by_role.setdefault(role, name) != name:
+                raise FastpromptError(
+                    f"{self.path}: columns {by_role[role]!r} and {name!r} may both be the {_ROLE_NAMES[role]}; "
+                    "name the columns sent0, sent1 (the positive) and hard_neg"
+                )
+        if by_role:
+            if sorted(by_role) != list(range(len(by_role))):
+                missing = next(role for role in range(3) if role not in by_role)
+                raise FastpromptError(
+                    f"{self.path}: columns {available} lack the {_ROLE_NAMES[missing]}; "
+                    "name the columns sent0, sent1 (the positive) and hard_neg"
+                )
+            return [by_role[role] for role in sorted(by_role)]
         if 1 <= len(available) <= 3:
             return available
         raise FastpromptError(

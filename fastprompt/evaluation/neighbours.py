@@ -16,15 +16,18 @@ _BLOCK_ROWS = 1024
 
 
 def load_pairs(path: str) -> list[tuple[str, str]]:
-    """The pairs of a two-column file (any format of ``RowReader``).
+    """The pairs of a two-column file (any format of ``RowReader``), without those of a sentence with itself.
 
     Raises:
-        FastpromptError: what ``RowReader`` raises, or a file of another number of columns.
+        FastpromptError: what ``RowReader`` raises, a file of another number of columns, or one without a pair.
     """
     reader = RowReader(path)
     if reader.columns != 2:
         raise FastpromptError(f"{path}: {reader.columns} column(s); held-out neighbours are two columns of sentences")
-    return [(first, second) for first, second in reader]
+    pairs = [(first, second) for first, second in reader if first != second]
+    if not pairs:
+        raise FastpromptError(f"{path}: every pair is a sentence and itself; give pairs of different sentences")
+    return pairs
 
 
 def evaluate_neighbours(encode: Encode, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:

@@ -8,7 +8,7 @@ subsets of the task together ("all" in SentEval). Pairs without a human score ar
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,12 +96,14 @@ def sts_score(encode: Encode, pairs: Pairs) -> float:
     return float(spearmanr((first * second).sum(axis=1), pairs.scores).statistic)
 
 
-def evaluate_sts(
-    encode: Encode, sts_dir: str | Path, tasks: Sequence[str] = TASKS, split: str = "test"
-) -> dict[str, float]:
-    """Score of each task, in [−1, 1]. All files are read before the first sentence is encoded."""
-    loaded = {task: load_task(sts_dir, task, split) for task in tasks}
-    return {task: sts_score(encode, pairs) for task, pairs in loaded.items()}
+def load_tasks(sts_dir: str | Path, tasks: Sequence[str] = TASKS, split: str = "test") -> dict[str, Pairs]:
+    """``load_task`` for several tasks."""
+    return {task: load_task(sts_dir, task, split) for task in tasks}
+
+
+def evaluate_sts(encode: Encode, tasks: Mapping[str, Pairs]) -> dict[str, float]:
+    """Score of each task, in [−1, 1]."""
+    return {task: sts_score(encode, pairs) for task, pairs in tasks.items()}
 
 
 def format_table(scores: dict[str, float]) -> str:
@@ -137,9 +139,15 @@ def _load_year(folder: Path, task: str) -> Pairs:
             cells = text.split("\t")
             if len(cells) < 2:
                 raise FastpromptError(f"{input_path}, line {number}: no tab between two sentences; fetch it again")
+            try:
+                score = float(gold)
+            except ValueError:
+                raise FastpromptError(
+                    f"{gold_path}, line {number}: {gold!r} is not a score; fetch it again"
+                ) from None
             pairs.first.append(cells[0].strip())
             pairs.second.append(cells[1].strip())
-            pairs.scores.append(float(gold))
+            pairs.scores.append(score)
     return _not_empty(pairs, folder)
 
 

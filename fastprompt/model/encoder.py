@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers.utils import cached_file
 
 from fastprompt.config import EncoderConfig, encoder_from_json, encoder_to_json
 from fastprompt.errors import FastpromptError
@@ -97,8 +98,9 @@ class PromptEncoder(nn.Module):
         except (OSError, ValueError, SafetensorError) as error:
             raise FastpromptError(_no_model(path, error)) from None
         head = new_head(config.head, hf_config)
-        if head is not None and saved is not None and saved.head == config.head and Path(path, HEAD_FILE).exists():
-            head.load_state_dict(load_file(Path(path, HEAD_FILE)))
+        head_file = _find_file(path, HEAD_FILE)
+        if head is not None and saved is not None and saved.head == config.head and head_file is not None:
+            head.load_state_dict(load_file(head_file))
         elif isinstance(head, MLMTransform):
             load_mlm_transform(head, path)
         return cls(backbone, tokenizer, config, head)
@@ -234,8 +236,21 @@ def resolve_model(path: str | Path) -> str:
 
 def saved_config(path: str | Path) -> EncoderConfig | None:
     """The settings that a fastprompt checkpoint carries; None for any other model."""
-    file = Path(resolve_model(path), SETTINGS_FILE)
-    return encoder_from_json(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else None
+    file = _find_file(resolve_model(path), SETTINGS_FILE)
+    return encoder_from_json(file.read_text(encoding="utf-8"), str(file)) if file is not None else None
+
+
+def _find_file(model: str, name: str) -> Path | None:
+    """A file of a model's folder or hub repository; None when it has no such file."""
+    if Path(model).is_dir():
+        return Path(model, name) if Path(model, name).is_file() else None
+    try:
+        found = cached_file(
+            model, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+    except OSError:  # no such model: loading it will say so
+        return None
+    return Path(found) if found else None
 
 
 def reconcile(path: str | Path, requested: Mapping[str, Any]) -> EncoderConfig:

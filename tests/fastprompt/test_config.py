@@ -67,7 +67,7 @@ def test_flags_override_the_recipe_and_the_dump_is_a_recipe(tmp_path):
         ("learning_rate: fast", "learning_rate must be of type float, got 'fast'"),
         ("max_steps: 1.5", "max_steps must be of type int, got 1.5"),
         ("delta: 3", "delta must be of type bool, got 3"),
-        ("templates: []", "templates must be of type list of texts"),
+        ("templates: [1]", "templates must be of type list of texts"),
         ("- a list", "must be a mapping of settings"),
         ("a: [", "is not valid YAML"),
     ],
@@ -95,6 +95,7 @@ def test_scientific_notation_without_a_point(tmp_path):
         ({"max_steps": 0}, "max_steps is 0; it must be at least 1"),
         ({"dropout": 1.0}, r"dropout is 1.0; it must lie in \[0, 1\)"),
         ({"eval_steps": -1}, "eval_steps is -1; it must not be negative"),
+        ({"seed": -1}, "seed is -1; it must lie in 0"),
         ({"precision": "int8"}, "precision is 'int8'; it must be one of fp32, bf16, fp16"),
         ({"global_batch_size": 4, "gradient_accumulation_steps": 4}, "leaves a sentence without a negative"),
     ],
@@ -121,6 +122,12 @@ def test_bad_encoder_settings(text, message):
     if text == "[]":
         text = '{"pooling": "mask"}'
     with pytest.raises(FastpromptError, match=message):
+        encoder_from_json(text, "x/fastprompt.json")
+
+
+def test_encoder_settings_of_the_wrong_type():
+    text = encoder_to_json(EncoderConfig()).replace('"delta": false', '"delta": "false"')
+    with pytest.raises(FastpromptError, match="delta must be of type bool, got 'false'"):
         encoder_from_json(text, "x/fastprompt.json")
 
 
@@ -174,6 +181,8 @@ def test_without_a_file_clipping_is_stated_all_the_same():
             'nothing fills "auto" at zero_optimization.sub',
         ),
         ({"zero_optimization": {"stage": 0}}, "precision bf16 .* needs ZeRO stage 1 or higher"),
+        ({"bf16": True}, "bf16 must be an object"),
+        ({"zero_optimization": {"stage": "two"}}, "stage is 'two'; it must be 0, 1, 2 or 3"),
         ([1], "must be a JSON object"),
     ],
 )

@@ -19,10 +19,14 @@ from fastprompt.model import PromptEncoder
 from fastprompt.model.encoder import add_final_period, reconcile, resolve_model, saved_config
 
 SPACED = "This sentence : ' {sentence} ' means [MASK]."
-TEMPLATE = {"tiny_bert": 'This sentence of "{sentence}" means [MASK].', "tiny_roberta": SPACED}
+TEMPLATE = {
+    "tiny_bert": 'This sentence of "{sentence}" means [MASK].',
+    "tiny_roberta": SPACED,
+    "tiny_xlm_roberta": SPACED,
+}
 
 
-@pytest.mark.parametrize("name", ["tiny_bert", "tiny_roberta"])
+@pytest.mark.parametrize("name", ["tiny_bert", "tiny_roberta", "tiny_xlm_roberta"])
 @pytest.mark.parametrize("delta", [False, True])
 def test_vectors_do_not_depend_on_the_batch(request, name, delta):
     config = EncoderConfig(templates=(TEMPLATE[name],), delta=delta)
@@ -35,7 +39,7 @@ def test_vectors_do_not_depend_on_the_batch(request, name, delta):
     np.testing.assert_array_equal(together[::-1], encoder.encode(TEXTS[::-1], batch_size=64))
 
 
-@pytest.mark.parametrize("name", ["tiny_bert", "tiny_roberta"])
+@pytest.mark.parametrize("name", ["tiny_bert", "tiny_roberta", "tiny_xlm_roberta"])
 def test_mean_and_cls_pooling(request, name):
     path = request.getfixturevalue(name)
     encoder = PromptEncoder.from_pretrained(path, reconcile(path, {"pooling": "mean"}))
@@ -50,7 +54,7 @@ def test_mean_and_cls_pooling(request, name):
 
 
 @pytest.mark.parametrize("head", ["none", "tanh_mlp", "mlm_transform"])
-@pytest.mark.parametrize("name", ["tiny_bert", "tiny_roberta"])
+@pytest.mark.parametrize("name", ["tiny_bert", "tiny_roberta", "tiny_xlm_roberta"])
 def test_saved_and_loaded(request, tmp_path, name, head):
     path = request.getfixturevalue(name)
     config = EncoderConfig(
@@ -69,7 +73,7 @@ def test_saved_and_loaded(request, tmp_path, name, head):
         assert torch.equal(tensor, encoder.backbone.state_dict()[key])
 
 
-@pytest.mark.parametrize("name", ["tiny_bert", "tiny_roberta"])
+@pytest.mark.parametrize("name", ["tiny_bert", "tiny_roberta", "tiny_xlm_roberta"])
 def test_mlm_transform_starts_from_the_pretrained_head(request, name):
     path = request.getfixturevalue(name)
     config = EncoderConfig(templates=(SPACED,), head="mlm_transform", head_at_evaluation=True, final_period=False)

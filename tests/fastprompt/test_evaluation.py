@@ -17,7 +17,7 @@ from fastprompt.evaluation.neighbours import (
     neighbour_ranks,
     uniformity,
 )
-from fastprompt.evaluation.sts import TASKS, evaluate_sts, format_table, load_task, sts_score
+from fastprompt.evaluation.sts import TASKS, evaluate_sts, format_table, load_task, load_tasks, sts_score
 from fastprompt.model import PromptEncoder
 from fastprompt.model.encoder import reconcile
 
@@ -62,7 +62,7 @@ def test_scores_are_over_all_subsets_together(sts_dir):
         assert len(set(sentences)) == len(sentences)
         return np.array([vectors.setdefault(s, rng.normal(size=5)) for s in sentences])
 
-    got = evaluate_sts(encode, sts_dir)
+    got = evaluate_sts(encode, load_tasks(sts_dir))
     assert list(got) == list(TASKS)
     pairs = load_task(sts_dir, "STS12")
     cosines = [
@@ -99,6 +99,9 @@ def test_bad_data(sts_dir):
         load_task(sts_dir, "STS99")
     with pytest.raises(FastpromptError, match="has only a test split"):
         load_task(sts_dir, "STS12", "dev")
+    (sts_dir / "STS" / "STS16-en-test" / "STS.gs.two.txt").write_text("4.0\nhigh\n")
+    with pytest.raises(FastpromptError, match="STS.gs.two.txt, line 2: 'high' is not a score"):
+        load_task(sts_dir, "STS16")
     (sts_dir / "STS" / "STS12-en-test" / "STS.gs.two.txt").write_text("4.0\n")
     with pytest.raises(FastpromptError, match="has 2 lines and STS.gs.two.txt 1"):
         load_task(sts_dir, "STS12")
@@ -112,7 +115,7 @@ MTEB = {"STS12": 72.37, "STS13": 80.60, "STS14": 75.59, "STS15": 85.39, "STS16":
 
 def test_mean_pooling_reproduces_the_published_figures(data_dir):
     encoder = PromptEncoder.from_pretrained(PACKAGED_MODEL, reconcile(PACKAGED_MODEL, {"pooling": "mean"}))
-    scores = evaluate_sts(encoder.encode, data_dir / "senteval", tuple(MTEB))
+    scores = evaluate_sts(encoder.encode, load_tasks(data_dir / "senteval", tuple(MTEB)))
     assert {task: 100 * score for task, score in scores.items()} == pytest.approx(MTEB, abs=0.02)
 
 
@@ -169,8 +172,11 @@ def test_zero_rows_stay_zero():
 
 def test_pairs_file(tmp_path):
     path = tmp_path / "p.tsv"
-    path.write_text("a\tb\n")
-    assert load_pairs(str(path)) == [("a", "b")]
+    path.write_text("a\tb\nc\tc\n")
+    assert load_pairs(str(path)) == [("a", "b")]  # a sentence is no neighbour of itself
+    path.write_text("c\tc\n")
+    with pytest.raises(FastpromptError, match="every pair is a sentence and itself"):
+        load_pairs(str(path))
     path.write_text("a\n")
     with pytest.raises(FastpromptError, match="two columns of sentences"):
         load_pairs(str(path))

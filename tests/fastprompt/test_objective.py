@@ -21,6 +21,7 @@ BF16_FORWARD, BF16_GRADIENT, BF16_FLOOR = 2.0, 3.0, 2**-8
 TEMPLATES = {
     "tiny_bert": ('This sentence of "{sentence}" means [MASK].', 'This sentence : "{sentence}" means [MASK].'),
     "tiny_roberta": ("This sentence : ' {sentence} ' means [MASK].", "[MASK] : ' {sentence} '"),
+    "tiny_xlm_roberta": ("This sentence : ' {sentence} ' means [MASK].", "[MASK] : ' {sentence} '"),
 }
 # A one-token sentence, an empty one, and one cut at the limit, among ordinary ones.
 SENTENCES = [*TEXTS[:6], "a", "", "long " * 60]
@@ -70,7 +71,7 @@ def error(got, want):
     return abs(got[0] - want[0]) / max(1.0, abs(want[0])), gradient
 
 
-@pytest.mark.parametrize("model", ["tiny_bert", "tiny_roberta"])
+@pytest.mark.parametrize("model", ["tiny_bert", "tiny_roberta", "tiny_xlm_roberta"])
 @pytest.mark.parametrize("head", ["none", "tanh_mlp", "mlm_transform"])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta", "no delta"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

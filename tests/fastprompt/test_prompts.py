@@ -27,6 +27,11 @@ def roberta(tiny_roberta):
     return AutoTokenizer.from_pretrained(tiny_roberta)
 
 
+@pytest.fixture(scope="session")
+def xlm_roberta(tiny_xlm_roberta):
+    return AutoTokenizer.from_pretrained(tiny_xlm_roberta)
+
+
 @pytest.mark.parametrize(
     ("published", "plain"),
     [
@@ -105,7 +110,7 @@ def test_templates_must_agree_on_the_space(roberta, bert):
     PromptTokenizer(bert, ["The word: {sentence} means [MASK].", "({sentence} is [MASK]"], 64)
 
 
-@pytest.mark.parametrize(("name", "template"), [("bert", PLAIN), ("roberta", SPACED)])
+@pytest.mark.parametrize(("name", "template"), [("bert", PLAIN), ("roberta", SPACED), ("xlm_roberta", SPACED)])
 def test_tokens_are_those_of_the_whole_text(name, template, request):
     tokenizer = request.getfixturevalue(name)
     prompts = PromptTokenizer(tokenizer, [template], 64)
@@ -118,10 +123,19 @@ def test_tokens_are_those_of_the_whole_text(name, template, request):
         assert got[prompt.mask_position(len(ids))] == tokenizer.mask_token_id
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm_roberta"])
 @pytest.mark.parametrize(
     "text",
-    ["a [MASK] b", "a <mask> b", "[MASK]", "<mask>", "x[SEP]y</s>z", "[CLS] <s> [PAD] <pad>", "{sentence}"],
+    [
+        "a [MASK] b",
+        "a <mask> b",
+        "＜mask＞",
+        "[MASK]",
+        "<mask>",
+        "x[SEP]y</s>z",
+        "[CLS] <s> [PAD] <pad>",
+        "{sentence}",
+    ],
 )
 def test_special_tokens_in_a_sentence_are_plain_text(name, text, request):
     tokenizer = request.getfixturevalue(name)

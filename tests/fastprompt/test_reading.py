@@ -30,6 +30,8 @@ def read(tmp_path, name, content):
         ("multi.csv", '"Two\nlines",B\nC,D\n', [("Two\nlines", "B"), ("C", "D")]),
         ("pair.tsv", '"Oh" he said.\tB\nC\tD "quoted"\n', [('"Oh" he said.', "B"), ("C", 'D "quoted"')]),
         ("head.tsv", "premise\thypothesis\nA\tB\n", [("A", "B")]),
+        ("order.csv", "id,hard_neg,sent0,sent1\n7,N,A,P\n8,M,B,Q\n", [("A", "P", "N"), ("B", "Q", "M")]),
+        ("score.tsv", "sentence1\tsentence2\tscore\nA\tB\t4.5\nC\tD\t1\n", [("A", "B"), ("C", "D")]),
         ("texts.jsonl", '"One."\n"Two."\n', [("One.",), ("Two.",)]),
         ("lists.jsonl", '["A", "B"]\n["C", "D"]\n', [("A", "B"), ("C", "D")]),
         (
@@ -77,6 +79,40 @@ def test_rows_of_another_width(tmp_path):
     assert str(reader.report) == "2 usable rows; 2 skipped: not 2 columns (lines 2, 3); 1 skipped: empty (line 4)"
 
 
+def test_a_null_in_the_first_row_does_not_drop_the_column(tmp_path):
+    rows, reader = read(
+        tmp_path,
+        "n.jsonl",
+        '{"id": 1}\n{"sent0": "A", "sent1": "B", "hard_neg": null}\n{"sent0": "C", "sent1": "D", "hard_neg": "E"}\n',
+    )
+    assert rows == [("C", "D", "E")]
+    assert str(reader.report) == "1 usable rows; 2 skipped: not text (lines 1, 2)"
+
+
+def test_half_a_character_spelt_out_in_json(tmp_path):
+    rows, reader = read(tmp_path, "h.jsonl", '"good"\n"bad \\ud83d"\n"\\ud83d\\udc4d"\n')
+    assert rows == [("good",), ("\U0001f44d",)]
+    assert "1 skipped: not UTF-8 (line 2)" in str(reader.report)
+
+
+def test_parquet_oddities(tmp_path):
+    """Dictionary-encoded text, and bytes that are not UTF-8 in a string column."""
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.table({"text": pa.array(["A", "B", "A"]).dictionary_encode()}), path)
+    assert list(RowReader(path)) == [("A",), ("B",), ("A",)]
+    broken = pa.array([b"good", b"bad \xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": broken}), path)
+    reader = RowReader(path)
+    assert list(reader) == [("good",)]
+    assert "1 skipped: not UTF-8 (line 2)" in str(reader.report)
+    pq.write_table(pa.table({"text": [f"sentence {n}" for n in range(3000)]}), path, compression="snappy")
+    content = bytearray(path.read_bytes())
+    content[60:600] = b"\xff" * 540
+    path.write_bytes(content)
+    with pytest.raises(FastpromptError, match="damaged parquet file"):
+        list(RowReader(path))
+
+
 def test_bad_json_lines(tmp_path):
     rows, reader = read(tmp_path, "bad.jsonl", '"A"\n{broken\n7\n"B"\n')
     assert rows == [("A",), ("B",)]
@@ -95,6 +131,8 @@ def test_bad_json_lines(tmp_path):
         ("cut.txt.gz", gzip.compress(b"hello\n" * 10000)[:-30], "damaged gzip file"),
         ("not.txt.gz", "plain text", "damaged gzip file"),
         ("not.parquet", "plain text", "damaged parquet file"),
+        ("lone.jsonl", '{"query": "A", "negative": "B"}\n', "lack the positive; name the columns sent0"),
+        ("twice.csv", "text,sentence\nA,B\n", "'text' and 'sentence' may both be the sentence"),
         ("many.jsonl", '{"a": "1", "b": "2", "c": "3", "d": "4"}\n', "cannot tell which of the columns"),
     ],
 )

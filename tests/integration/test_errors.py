@@ -3,6 +3,7 @@
 
 import errno
 import json
+import logging
 import os
 import shutil
 
@@ -72,12 +73,39 @@ def test_an_output_folder_in_use(config, device, tmp_path):
         Trainer(config(), device)
 
 
+def test_a_failed_start_does_not_occupy_the_folder(config, device, tmp_path):
+    with pytest.raises(FastpromptError, match="cannot load a model"):
+        Trainer(config(model="no/such-model"), device)
+    (tmp_path / "run" / "config.yaml").write_text("left by a run that was killed before its first save")
+    (tmp_path / "run" / ".checkpoint-2.tmp").mkdir()
+    Trainer(config(), device)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_a_resume_leaves_other_peoples_folders(config, device, tmp_path):
+    Trainer(config(), device).train()
+    kept, left = tmp_path / "run" / "best-backup", tmp_path / "run" / "checkpoint-2"
+    kept.mkdir()
+    left.mkdir()
+    Trainer(config(), device, resume=True)
+    assert kept.exists()
+    assert not left.exists()
+
+
+def test_a_resume_may_not_change_the_metric(config, device, tmp_path, train_file):
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("one thing\tanother thing\nthird\tfourth\n")
+    Trainer(config(eval_file=str(pairs), eval_steps=2), device).train()
+    with pytest.raises(FastpromptError, match="eval_mrr chose the best checkpoint so far and no metric would now"):
+        Trainer(config(), device, resume=True)
+
+
 def test_resume_without_a_checkpoint(config, device):
     with pytest.raises(FastpromptError, match="nothing to resume in .*run: it has no checkpoint named 'last'"):
         Trainer(config(), device, resume=True)
 
 
-def test_resume_with_other_settings_data_or_damage(config, device, tmp_path):
+def test_resume_with_other_settings_data_or_damage(config, device, tmp_path, caplog, monkeypatch):
     Trainer(config(max_steps=4), device).train()
     last = tmp_path / "run" / "last"
 
@@ -95,8 +123,13 @@ def test_resume_with_other_settings_data_or_damage(config, device, tmp_path):
         refuses(f"cannot resume: {key} was {value} and is 1 now")
     environment["versions"]["torch"] = "1.0"
     (last / "environment.json").write_text(json.dumps(environment))
-    Trainer(config(), device, resume=True)  # another version is only worth a warning
-    (last / "training_state" / "rng_rank0.pt").unlink()
+    monkeypatch.setattr(logging.getLogger("fastprompt"), "propagate", True)
+    Trainer(config(), device, resume=True)
+    assert "resuming although torch was 1.0 and is " in caplog.text
+    rng = last / "training_state" / "rng_rank0.pt"
+    rng.write_bytes(b"\0" * 100)
+    refuses("is incomplete or damaged")
+    rng.unlink()
     refuses("is incomplete or damaged")
     shutil.rmtree(last / "training_state" / "engine")
     refuses("start a new run")
@@ -144,6 +177,9 @@ def test_the_command_line_prints_one_sentence(capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: no recipe 'unsup-bert-huge'")
     assert len(error.splitlines()) == 1
+    with pytest.raises(SystemExit):
+        main(["eval", "m", "--sts_dir", "d", "--batch_size", "0"])
+    assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", "--seeds", "1,x"])
     assert "not a comma-separated list of whole numbers" in capsys.readouterr().err

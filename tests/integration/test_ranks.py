@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from fastprompt.config import build_train_config
 from fastprompt.data.batching import BatchPlan
 from fastprompt.data.cache import open_token_cache
+from fastprompt.evaluation.neighbours import evaluate_neighbours
 from fastprompt.model import PromptEncoder
 from fastprompt.prompts import PromptTokenizer
 from fastprompt.reference import reference_loss
@@ -114,6 +115,10 @@ def test_equals_a_plain_loop_in_one_process(case, tiny_bert, files, tmp_path):
     arguments += ["--output_dir", str(tmp_path / "run"), "--cache_dir", str(tmp_path / "cache")]
     if "head_at_evaluation" in given:
         arguments.append("--head_at_evaluation")
+    pairs = [(TEXTS[n], TEXTS[n + 1]) for n in range(0, 11, 2)]
+    if case == "zero3-accumulation":  # where every forward pass of an evaluation is a collective operation
+        (tmp_path / "pairs.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in pairs))
+        arguments += ["--eval_file", str(tmp_path / "pairs.tsv"), "--eval_steps", "3", "--eval_batch_size", "4"]
     if stage:
         arguments += ["--deepspeed_config", str(ROOT / "ds_configs" / f"{stage}.json")]
         run(deepspeed_command(ranks, *arguments))
@@ -124,6 +129,11 @@ def test_equals_a_plain_loop_in_one_process(case, tiny_bert, files, tmp_path):
     saved = {f"backbone.{k}": v for k, v in load_file(tmp_path / "run" / "last" / "model.safetensors").items()}
     saved |= {f"head.{k}": v for k, v in load_file(tmp_path / "run" / "last" / "head.safetensors").items()}
     assert saved.keys() == parameters.keys()
+    if case == "zero3-accumulation":
+        scores = [entry["eval_mrr"] for entry in state["log_history"] if "eval_mrr" in entry]
+        assert len(scores) == 3  # before the first step, after the third, at the end
+        trained = PromptEncoder.from_pretrained(tmp_path / "run" / "last")
+        assert scores[-1] == pytest.approx(evaluate_neighbours(trained.encode, pairs)["mrr"])
     untrained = dict(PromptEncoder.from_pretrained(tiny_bert).named_parameters())
     for key, value in saved.items():
         assert (value - parameters[key]).abs().max() <= 1e-5, key

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,20 +98,21 @@ def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_same_losses(tiny_bert
     )
 
 
-def test_sigterm_finishes_the_step_saves_and_exits_with_0(tiny_bert, train_file, eval_file, tmp_path):
+def test_sigterm_and_sigint_finish_the_step_save_and_exit_with_0(tiny_bert, train_file, eval_file, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run([sys.executable, "train.py", *settings(tiny_bert, train_file, eval_file, whole)])
     command = [sys.executable, "train.py", *settings(tiny_bert, train_file, eval_file, stopped)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    lines = []
-    while not re.search(r"step 13/60", lines[-1] if lines else ""):
-        lines.append(process.stderr.readline())
-        assert lines[-1], "".join(lines)
-    process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=60)[1]
-    assert process.returncode == 0, rest
-    assert re.search(r"stopped after step \d+ of 60 as asked; everything is saved, continue with --resume", rest)
-    assert 13 <= read_state(stopped)["global_step"] < 60
+    for number, step, more in [(signal.SIGTERM, 13, []), (signal.SIGINT, 33, ["--resume"])]:
+        process = subprocess.Popen([*command, *more], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        lines = []
+        while f"step {step}/60" not in (lines[-1] if lines else ""):
+            lines.append(process.stderr.readline())
+            assert lines[-1], "".join(lines)
+        process.send_signal(number)
+        rest = process.communicate(timeout=60)[1]
+        assert process.returncode == 0, rest
+        assert re.search(r"stopped after step \d+ of 60 as asked; everything is saved, continue with --resume", rest)
+        assert step <= read_state(stopped)["global_step"] < 60
     run([*command, "--resume"])
     assert_equal_runs(stopped, whole)
 
@@ -161,8 +163,14 @@ def test_seeds(tiny_bert, train_file, eval_file, tmp_path):
     assert report["std"]["best_metric"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
     assert report["runs"][0]["train_loss"] != report["runs"][1]["train_loss"]
     assert re.search(r"best_metric over 2 seeds: 0\.\d{4} ± 0\.\d{4}", result.stderr)
+    # Interrupted after the first seed: it is taken as it is, the second one is run.
+    (folder / "seeds.json").unlink()
+    shutil.rmtree(folder / "seed-1")
     fastprompt("train", *arguments, "--seeds", "0,1", "--resume")
     assert json.loads((folder / "seeds.json").read_text()) == report
+    error = fastprompt("train", *arguments, "--seeds", "5,1", expect=2).stderr
+    assert "seed-1 is not empty; continue the run in it with --resume" in error
+    assert not (folder / "seed-5").exists()  # found before the first run
 
 
 def test_eval_command(data_dir, tmp_path):

