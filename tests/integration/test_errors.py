@@ -69,7 +69,7 @@ def test_bad_data_is_an_error_before_any_model_loads(config, device, tmp_path, c
 def test_an_output_folder_in_use(config, device, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("")
-    with pytest.raises(FastpromptError, match="is not empty; continue the run in it with --resume, or give another"):
+    with pytest.raises(FastpromptError, match="is not empty; give another --output_dir"):
         Trainer(config(), device)
 
 
