@@ -73,7 +73,10 @@ class Template:
 
 
 def _from_published_syntax(text: str) -> str:
-    plain = text.replace("_", " ").replace("*sent 0*", SENTENCE).replace("*mask*", MASK)
+    plain = text.replace("_", " ").replace("*sent 0*", SENTENCE)
+    # Published templates write means*mask*: mask tokens take in the space before them, so that both have the same
+    # tokens, and one spelling lets templates be compared.
+    plain = re.sub(r"(?<=\w)\*mask\*", f" {MASK}", plain).replace("*mask*", MASK)
     plain = re.sub(r"\*(cls|sep\+?)\*", "", plain)
     unknown = re.search(r"\*[^* ]*\*", plain)
     if unknown:

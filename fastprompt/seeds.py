@@ -56,7 +56,7 @@ def train_seeds(
         if state.best_metric is not None:
             run["best_metric"] = state.best_metric
         runs.append(run)
-    report: dict[str, Any] = {"metric": config.metric_for_best_model, "runs": runs, "mean": {}, "std": {}}
+    report: dict[str, Any] = {"metric": state.metric, "runs": runs, "mean": {}, "std": {}}
     for name in runs[0]:
         if name != "seed":
             values = [run[name] for run in runs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,32 +68,38 @@ def headless_bert(tmp_path_factory: pytest.TempPathFactory, tiny_bert: str) -> s
     return str(folder)
 
 
+def _save_roberta(folder: Path, backend: Tokenizer, config_class: Any, model_class: Any) -> str:
+    mask = AddedToken("<mask>", lstrip=True, special=True)  # takes in the space before it, as RoBERTa's does
+    backend.add_special_tokens([mask])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", cls_token="<s>", pad_token="<pad>", eos_token="</s>",
+        sep_token="</s>", unk_token="<unk>", mask_token=mask,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=66, pad_token_id=1, bos_token_id=0, eos_token_id=2, type_vocab_size=1,
+        initializer_range=0.2,
+    )  # fmt: skip
+    model_class(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="session")
 def tiny_roberta(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random masked-LM RoBERTa of 2 layers with a byte-level BPE tokenizer trained on the tests' sentences."""
     folder = tmp_path_factory.mktemp("tiny-roberta")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    specials = ["<s>", "<pad>", "</s>", "<unk>", AddedToken("<mask>", lstrip=True, special=True)]
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     quoted = ["''" + " ''" + '""' + ' ""'] * 50  # so that neighbouring quotes merge, as in RoBERTa's vocabulary
     bpe.train_from_iterator([*TEXTS, *quoted, "This sentence : ' ' means . The sentence"], trainer)
     bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<s>", cls_token="<s>", pad_token="<pad>", eos_token="</s>",
-        sep_token="</s>", unk_token="<unk>", mask_token="<mask>",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config = RobertaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=66, pad_token_id=1, bos_token_id=0, eos_token_id=2, type_vocab_size=1,
-        initializer_range=0.2,
-    )  # fmt: skip
-    RobertaForMaskedLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return _save_roberta(folder, bpe, RobertaConfig, RobertaForMaskedLM)
 
 
 @pytest.fixture(scope="session")
@@ -109,19 +116,7 @@ def tiny_xlm_roberta(tmp_path_factory: pytest.TempPathFactory) -> str:
     unigram.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=unigram, bos_token="<s>", cls_token="<s>", pad_token="<pad>", eos_token="</s>",
-        sep_token="</s>", unk_token="<unk>", mask_token=AddedToken("<mask>", lstrip=True, special=True),
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config = XLMRobertaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=66, pad_token_id=1, bos_token_id=0, eos_token_id=2, type_vocab_size=1,
-        initializer_range=0.2,
-    )  # fmt: skip
-    XLMRobertaForMaskedLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return _save_roberta(folder, unigram, XLMRobertaConfig, XLMRobertaForMaskedLM)
 
 
 @pytest.fixture(scope="session")

@@ -124,7 +124,7 @@ def test_dropout_setting(tiny_bert):
 
 def test_settings_that_contradict_the_checkpoint_are_refused(tiny_bert, tmp_path):
     PromptEncoder.from_pretrained(tiny_bert).save_pretrained(tmp_path)
-    published = '*cls*_This_sentence_of_"*sent_0*"_means_*mask*.*sep+*'
+    published = '*cls*_This_sentence_of_"*sent_0*"_means*mask*.*sep+*'
     assert reconcile(tmp_path, {"pooling": "mask", "templates": (published,), "delta": False}) == saved_config(
         tmp_path
     )

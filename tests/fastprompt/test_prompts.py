@@ -35,8 +35,8 @@ def xlm_roberta(tiny_xlm_roberta):
 @pytest.mark.parametrize(
     ("published", "plain"),
     [
-        ('*cls*_This_sentence_of_"*sent_0*"_means*mask*.*sep+*', 'This sentence of "{sentence}" means[MASK].'),
-        ("*cls*_This_sentence_:_'_*sent_0*_'_means*mask*.*sep+*", "This sentence : ' {sentence} ' means[MASK]."),
+        ('*cls*_This_sentence_of_"*sent_0*"_means*mask*.*sep+*', PLAIN),
+        ("*cls*_This_sentence_:_'_*sent_0*_'_means*mask*.*sep+*", SPACED),
         ("*cls**sent_0*_means_*mask*.*sep*", "{sentence} means [MASK]."),
     ],
 )
@@ -51,13 +51,27 @@ def test_text_survives_parsing(text):
     assert Template.parse(str(Template.parse(text))) == Template.parse(text)
 
 
-def test_the_published_spelling_has_the_tokens_of_the_plain_one(bert, roberta):
-    published = '*cls*_This_sentence_of_"*sent_0*"_means*mask*.*sep+*'
-    assert PromptTokenizer(bert, [published], 512).prompts == PromptTokenizer(bert, [PLAIN], 512).prompts
-    published = "*cls*_This_sentence_:_'_*sent_0*_'_means*mask*.*sep+*"
-    # RoBERTa's mask token takes in the space before it; this test's tokenizer is as plain as can be.
-    tokens = PromptTokenizer(roberta, [published], 64).prompts[0]
-    assert tokens.suffix == PromptTokenizer(roberta, ["x : ' {sentence} ' means<mask>."], 64).prompts[0].suffix
+@pytest.mark.parametrize(
+    ("name", "published", "raw", "plain"),
+    [
+        (
+            "bert",
+            '*cls*_This_sentence_of_"*sent_0*"_means*mask*.*sep+*',
+            'This sentence of "{sentence}" means[MASK].',
+            PLAIN,
+        ),
+        (
+            "roberta",
+            "*cls*_This_sentence_:_'_*sent_0*_'_means*mask*.*sep+*",
+            "This sentence : ' {sentence} ' means<mask>.",
+            SPACED,
+        ),
+    ],
+)
+def test_the_published_spelling_has_the_tokens_of_the_plain_one(request, name, published, raw, plain):
+    tokenizer = request.getfixturevalue(name)
+    prompts = [PromptTokenizer(tokenizer, [text], 64).prompts for text in (published, raw, plain)]
+    assert prompts[0] == prompts[1] == prompts[2]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import PACKAGED_MODEL, ROOT, TEXTS, deepspeed_command, fastprompt, run
+from support import PACKAGED_MODEL, ROOT, TEXTS, deepspeed_command, fastprompt, free_port, run
 from transformers import AutoModel
 
 from fastprompt.model import PromptEncoder
@@ -152,12 +152,29 @@ def test_what_a_run_leaves(tiny_bert, train_file, eval_file, tmp_path):
     assert PromptEncoder.from_pretrained(folder / "best").encode(["x"]).shape == (1, 32)
 
 
+def test_torchrun_starts_the_same_run(tiny_bert, train_file, eval_file, tmp_path):
+    arguments = settings(tiny_bert, train_file, eval_file, tmp_path / "run", steps=3)
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
+    result = run([*launcher, "train.py", *arguments])
+    assert "training: 2 ranks on cpu" in result.stderr
+    assert read_state(tmp_path / "run")["global_step"] == 3
+
+
 def test_seeds(tiny_bert, train_file, eval_file, tmp_path):
     folder = tmp_path / "runs"
     arguments = settings(tiny_bert, train_file, eval_file, folder, steps=4)
     result = fastprompt("train", *arguments, "--seeds", "0,1")
     report = json.loads((folder / "seeds.json").read_text())
     assert [entry["seed"] for entry in report["runs"]] == [0, 1]
+    assert report["metric"] == "eval_mrr"
     values = [entry["best_metric"] for entry in report["runs"]]
     assert report["mean"]["best_metric"] == pytest.approx(sum(values) / 2)
     assert report["std"]["best_metric"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
