@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""InfoNCE in torch without a B × N matrix: row chunks, three products.
+
+Once a chunk of rows has seen all columns, its softmax is final, so the gradient follows in the same visit:
+S = q̂ k̂ᵀ/τ, then dq̂ = G k̂/τ and dk̂ += Gᵀ q̂/τ with G = softmax − one-hot. A chunk that fits into the cache makes this
+faster than the plain expression too, whose logits travel through memory several times.
+
+Gradients leave this file "of the unit rows"; ``project`` takes them to the inputs.
+
+bf16 rows on a CPU: float32 products of bf16 values may run on the bf16 units and still come out in float32 (oneDNN's reduced
+"float32 precision"), four times as fast. The logits are made of the rows as they came, so they are exact; only the gradient
+products round their operands.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+COSINE_EPS = 1e-8
+"""A row with a norm up to this has no direction: its cosines are 0, and so is its gradient."""
+
+CHUNK_BYTES = 16 * 2**20
+"""Size of the one tile buffer."""
+
+SAFE_EXPONENT = 40.0
+"""exp(±40) and sums of it fit easily into float32: bounded logits need no maximum subtracted."""
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """What InfoNCE computes besides its tensors; see ``info_nce``."""
+
+    temperature: float
+    positive_offset: int
+    hard_negative_weight: float
+    margin: float
+
+
+def inverse_norm(rows: Tensor) -> Tensor:
+    """1/‖row‖, [N, 1], and 0 for a row without direction."""
+    norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return torch.where(norm > COSINE_EPS, norm.reciprocal(), 0.0)
+
+
+def project(unit_gradient: Tensor, rows: Tensor, inverse: Tensor, upstream: Tensor) -> Tensor:
+    """Gradient of ``rows`` [N, D] from that of the unit rows: upstream · (I − x̂ x̂ᵀ) g / ‖x‖, in the dtype of ``rows``."""
+    unit = rows.to(unit_gradient.dtype) * inverse
+    along = torch.linalg.vecdot(unit_gradient, unit).unsqueeze(1)
+    return torch.addcmul(unit_gradient, unit, along, value=-1).mul_(inverse * upstream).to(rows.dtype)
+
+
+@contextmanager
+def product_precision(rows: Tensor) -> Iterator[None]:
+    """float32 products in IEEE float32, whatever the process allows; on the bf16 units for bf16 rows on a CPU.
+
+    The setting is the process's and is put back on leaving: other threads should not multiply float32 matrices meanwhile.
+    """
+    library = torch.backends.mkldnn.matmul if rows.device.type == "cpu" else torch.backends.cuda.matmul
+    before = library.fp32_precision
+    library.fp32_precision = "bf16" if rows.dtype == torch.bfloat16 and rows.device.type == "cpu" else "ieee"
+    try:
+        yield
+    finally:
+        library.fp32_precision = before
+
+
+class Chunks:
+    """The chunked logits of one call, and what follows from them."""
+
+    def __init__(self, query: Tensor, key: Tensor, hard_negative: Tensor | None, scalars: Scalars) -> None:
+        self.scalars = scalars
+        self.dtype = torch.promote_types(query.dtype, torch.float32)
+        rows = [None if t is None else t.to(self.dtype) for t in (query, key, hard_negative)]
+        self.inverse = [None if t is None else inverse_norm(t) for t in rows]
+        self.query, self.key, self.hard_negative = (
+            None if t is None else t * i for t, i in zip(rows, self.inverse, strict=True)
+        )
+        self.query.div_(scalars.temperature)
+        # Operands of the logits: for bf16 the rows themselves, whose products are exact, to be scaled afterwards.
+        self.exact = rows if query.dtype == torch.bfloat16 else None
+        self.num_keys = len(key)
+        self.num_columns = self.num_keys * (1 if hard_negative is None else 2)
+        self.bounded = 1 / scalars.temperature + abs(scalars.hard_negative_weight) <= SAFE_EXPONENT
+        rows_per_chunk = max(1, CHUNK_BYTES // (self.num_columns * self.query.element_size()))
+        self.starts = range(0, len(query), min(rows_per_chunk, len(query)))
+        self.buffer = self.query.new_empty(self.starts.step, self.num_columns)
+        self.per_row = [self.query.new_empty(len(query)) for _ in range(3)]
+
+    def logits(self, start: int) -> tuple[slice, Tensor, Tensor]:
+        """(rows, logits [c, columns], positive [c]) of a chunk; −inf stands where the positive was."""
+        rows = slice(start, min(start + self.starts.step, len(self.query)))
+        logits = self.buffer[: rows.stop - start]
+        self._products(rows, 1, logits[:, : self.num_keys])
+        if self.hard_negative is not None:
+            extra = logits[:, self.num_keys :]
+            self._products(rows, 2, extra)
+            if self.scalars.hard_negative_weight:
+                self.positive_slot(extra, start).add_(self.scalars.hard_negative_weight)
+        slot = self.positive_slot(logits, start)
+        positive = slot - self.scalars.margin / self.scalars.temperature
+        slot.fill_(float("-inf"))
+        return rows, logits, positive
+
+    def _products(self, rows: slice, columns: int, out: Tensor) -> None:
+        if self.exact is None:
+            torch.mm(self.query[rows], (self.key if columns == 1 else self.hard_negative).T, out=out)
+        else:
+            torch.mm(self.exact[0][rows], self.exact[columns].T, out=out)
+            out.mul_(self.inverse[0][rows] / self.scalars.temperature).mul_(self.inverse[columns].T)
+
+    def positive_slot(self, chunk: Tensor, start: int) -> Tensor:
+        """View of the elements [i, start + i + positive_offset] of a chunk, [c]."""
+        return chunk.diagonal(start + self.scalars.positive_offset)[: len(chunk)]
+
+    def exponentials(self, rows: slice, logits: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn ``logits`` into exp(logits − shift) in place, record the rows' results; (sum [c, 1], shift [c, 1] or 0)."""
+        if self.bounded:
+            shift = logits.new_zeros(1, 1)
+        else:
+            shift = logits.amax(1, keepdim=True)
+            shift.masked_fill_(shift == float("-inf"), 0.0)
+            logits.sub_(shift)
+        total = logits.exp_().sum(1, keepdim=True)
+        negatives = (total.log() + shift).squeeze(1)
+        loss, log_sum_exp, kept = self.per_row
+        # The positive stays out of the sum: log-softmax loses the gradient of an almost certain one (p − 1).
+        torch.sub(negatives, positive, out=loss[rows])
+        loss[rows] = F.softplus(loss[rows])
+        torch.logaddexp(negatives, positive, out=log_sum_exp[rows])
+        kept[rows] = positive
+        return total, shift
+
+
+def rows_forward(
+    query: Tensor, key: Tensor, hard_negative: Tensor | None, scalars: Scalars, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, log_sum_exp, positive) of the rows, [B] each, and (loss, log_sum_exp) of the columns, [N] or [0]."""
+    chunks = Chunks(query, key, hard_negative, scalars)
+    columns = chunks.num_columns if symmetric else 0
+    highest, total = chunks.query.new_full((columns,), float("-inf")), chunks.query.new_zeros(columns)
+    with product_precision(query):
+        for start in chunks.starts:
+            rows, logits, positive = chunks.logits(start)
+            if symmetric:
+                higher = torch.maximum(highest, logits.amax(0))
+                finite = higher.masked_fill(higher == float("-inf"), 0.0)
+                total.mul_((highest - finite).exp_()).add_((logits - finite).exp_().sum(0))
+                highest = higher
+            chunks.exponentials(rows, logits, positive)
+    loss, log_sum_exp, positive = chunks.per_row
+    if not symmetric:
+        return loss, log_sum_exp, positive, total, total.clone()
+    negatives = total.log() + highest.masked_fill(highest == float("-inf"), 0.0)
+    return loss, log_sum_exp, positive, F.softplus(negatives - positive), torch.logaddexp(negatives, positive)
+
+
+def sum_with_gradients(
+    query: Tensor, key: Tensor, hard_negative: Tensor | None, scalars: Scalars, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """(summed loss, log_sum_exp, positive, unit-row gradients, inverse norms) with three products in all."""
+    chunks = Chunks(query, key, hard_negative, scalars)
+    gradients = _Gradients(chunks, needs)
+    with product_precision(query):
+        for start in chunks.starts:
+            rows, weights, positive = chunks.logits(start)
+            total, shift = chunks.exponentials(rows, weights, positive)
+            # weights · exp(shift − lse) is the softmax; the factor rides on the thin operands instead.
+            chunks.positive_slot(weights, start).copy_(-total.squeeze(1))
+            gradients.add(rows, weights, (shift - chunks.per_row[1][rows].unsqueeze(1)).exp_())
+    loss, log_sum_exp, positive = chunks.per_row
+    return loss.sum(), log_sum_exp, positive, gradients.tensors, gradients.inverse
+
+
+def rows_backward(
+    row_upstream: Tensor, column_upstream: Tensor, query: Tensor, key: Tensor, hard_negative: Tensor | None,
+    loss: Tensor, log_sum_exp: Tensor, column_loss: Tensor, column_log_sum_exp: Tensor,
+    scalars: Scalars, needs: tuple[bool, bool, bool],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of query, key and hard negatives for any upstream gradient of the rows' and columns' losses."""
+    chunks = Chunks(query, key, hard_negative, scalars)
+    gradients = _Gradients(chunks, needs)
+    symmetric = len(column_loss) > 0
+    with product_precision(query):
+        for start in chunks.starts:
+            rows, logits, _ = chunks.logits(start)
+            certainty = torch.expm1(-loss[rows])  # −(1 − p) without cancellation
+            if symmetric:
+                own = slice(rows.start, rows.stop)  # symmetric: positive_offset is 0
+                weights = (logits - log_sum_exp[rows].unsqueeze(1)).exp_().mul_(row_upstream[rows].unsqueeze(1))
+                weights.add_(logits.sub_(column_log_sum_exp).exp_().mul_(column_upstream))
+                certainty = certainty * row_upstream[rows] + torch.expm1(-column_loss[own]) * column_upstream[own]
+                factor = logits.new_ones(1, 1)
+            else:
+                weights = logits.sub_(log_sum_exp[rows].unsqueeze(1)).exp_()
+                factor = row_upstream[rows].unsqueeze(1)
+            chunks.positive_slot(weights, start).copy_(certainty)
+            gradients.add(rows, weights, factor)
+    one = row_upstream.new_ones(())
+    inputs = (query, key, hard_negative)
+    return [
+        project(unit, rows, inverse, one) if rows is not None and needed else query.new_empty(0)
+        for unit, rows, inverse, needed in zip(gradients.tensors, inputs, chunks.inverse, needs, strict=True)
+    ]
+
+
+class _Gradients:
+    """Accumulates the unit-row gradients over chunks; ``tensors`` and ``inverse`` are [0] where not needed."""
+
+    def __init__(self, chunks: Chunks, needs: tuple[bool, bool, bool]) -> None:
+        self.chunks = chunks
+        rows = (chunks.query, chunks.key, chunks.hard_negative)
+        wanted = [t is not None and needed for t, needed in zip(rows, needs, strict=True)]
+        empty = chunks.query.new_empty
+        self.tensors = [
+            torch.empty_like(t) if w and t is not None else empty(0) for t, w in zip(rows, wanted, strict=True)
+        ]
+        self.inverse = [i if w and i is not None else empty(0) for i, w in zip(chunks.inverse, wanted, strict=True)]
+        self.wanted = wanted
+
+    def add(self, rows: slice, weights: Tensor, factor: Tensor) -> None:
+        """Add the products of G = factor · weights, [c, columns]."""
+        chunks, n = self.chunks, self.chunks.num_keys
+        if self.wanted[0]:
+            target = torch.mm(weights[:, :n], chunks.key, out=self.tensors[0][rows])
+            if chunks.hard_negative is not None:
+                target.addmm_(weights[:, n:], chunks.hard_negative)
+            target.mul_(factor / chunks.scalars.temperature)
+        if self.wanted[1] or self.wanted[2]:
+            scaled = chunks.query[rows] * factor
+            if self.wanted[1]:
+                self._accumulate(self.tensors[1], weights[:, :n], scaled, rows)
+            if self.wanted[2]:
+                self._accumulate(self.tensors[2], weights[:, n:], scaled, rows)
+
+    def _accumulate(self, target: Tensor, weights: Tensor, scaled: Tensor, rows: slice) -> None:
+        torch.addmm(target, weights.T, scaled, beta=float(rows.start > 0), out=target)  # beta 0 ignores what is there
