@@ -13,6 +13,9 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Kernels run compiled where there is a GPU, and under Triton's interpreter where there is none. Triton reads the
+    # variable when it is imported, and transformers imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from support import PACKAGED_MODEL, TEXTS
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers

@@ -25,7 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fastprompt_kernels import info_nce, mask_delta_pool, packed_attention, prompt_info_nce
-from fastprompt_kernels.launcher import ARCHITECTURES, Launch, recording
+from fastprompt_kernels.launcher import ARCHITECTURES, Launch, Pointer, recording
+from fastprompt_kernels.roofline import write_section
 
 WIDTHS = (384, 768, 1024)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -143,10 +144,10 @@ def _source(launch: Launch) -> ASTSource:
     signature, constexprs, attributes = {}, {}, {}
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         divisible = False
-        if isinstance(value, Tensor):
+        if isinstance(value, Pointer):
             signature[name] = "*" + TYPE_NAMES[value.dtype]
             # On a GPU allocations are aligned; a slice's offset decides whether its address is.
-            divisible = value.storage_offset() * value.element_size() % 16 == 0
+            divisible = value.byte_offset % 16 == 0
         elif value is None or name in constants or (isinstance(value, int) and value == 1):
             signature[name], constexprs[(i,)] = "constexpr", value
         elif isinstance(value, int):
@@ -292,10 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
     if options.write is not None and not failed:
-        page = options.write.read_text()
-        before, rest = page.split(BEGIN)
-        after = rest.split(END)[1]
-        options.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        write_section(options.write, BEGIN, END, text)
     return 1 if failed else 0
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "reference", "torch", "triton")
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 log = logging.getLogger(__name__)
@@ -55,32 +56,29 @@ def choose_backend(op: str, backend: str | None, tensor: Tensor, unsupported: st
         raise ValueError(f"{op}: there is no backend {asked!r}; choose one of {', '.join(BACKENDS)}")
     if asked in ("reference", "torch"):
         return asked
-    obstacle = unsupported or _triton_obstacle(tensor)
-    if asked == "triton":
-        if obstacle:
-            raise ValueError(f"{op}: backend 'triton' cannot serve this call: {obstacle}")
-        return "triton"
-    # Under the interpreter "auto" stays with torch on a CPU: the interpreter is for tests and a thousand times slower.
-    chosen = "torch" if obstacle or tensor.device.type == "cpu" else "triton"
-    _log_choice(op, chosen, tensor.device.type, str(tensor.dtype), obstacle if tensor.device.type != "cpu" else "")
+    # Under the interpreter, too, "auto" stays with torch on a CPU: interpreting is a thousand times slower.
+    if asked == "auto" and tensor.device.type == "cpu":
+        obstacle, chosen = "", "torch"
+    else:
+        obstacle = unsupported or _triton_obstacle(tensor)
+        chosen = "torch" if obstacle else "triton"
+    if asked == "triton" and obstacle:
+        raise ValueError(f"{op}: backend 'triton' cannot serve this call: {obstacle}")
+    if asked == "auto" and not torch.compiler.is_compiling():
+        _log_choice(op, chosen, tensor.device.type, str(tensor.dtype), obstacle)
     return chosen
 
 
 def _triton_obstacle(tensor: Tensor) -> str:
     if tensor.dtype not in TRITON_DTYPES:
         return f"{tensor.dtype} (it knows float32, float16 and bfloat16)"
-    if not _triton_installed():
+    if not TRITON_INSTALLED:
         return "triton is not installed (pip install triton)"
     if tensor.device.type == "cpu" and not _interpreting():
         return "the tensors are on a CPU (set TRITON_INTERPRET=1 before the first import to interpret the kernels)"
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         return f"the tensors are on {tensor.device.type} (it knows CUDA and HIP)"
     return ""
-
-
-@cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _interpreting() -> bool:

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fastprompt_kernels import info_nce_torch
 from fastprompt_kernels.dispatch import check_tensors, choose_backend
-from fastprompt_kernels.info_nce_torch import COSINE_EPS, Scalars, project
+from fastprompt_kernels.info_nce_torch import COSINE_EPS, Scalars, project, softplus
 from fastprompt_kernels.operators import differentiable
 
 
@@ -118,9 +117,9 @@ def info_nce_reference(
             own = torch.full_like(positive, hard_negative_weight).unsqueeze(1)
             logits = torch.cat([logits, extra.scatter_add(1, column, own)], dim=1)
         negatives = logits.logsumexp(1)
-        row_loss = F.softplus(negatives - positive)
+        row_loss = softplus(negatives - positive)
         if symmetric:
-            row_loss = (row_loss + F.softplus(columns - positive)) / 2
+            row_loss = (row_loss + softplus(columns - positive)) / 2
         log_sum_exp = torch.logaddexp(negatives, positive).detach()
     return InfoNCEOutput(reduce(row_loss, reduction), log_sum_exp, positive.detach())
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 COSINE_EPS = 1e-8
 """A row with a norm up to this has no direction: its cosines are 0, and so is its gradient."""
@@ -38,6 +37,11 @@ class Scalars:
     positive_offset: int
     hard_negative_weight: float
     margin: float
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + eˣ) for any x; ``torch.nn.functional.softplus`` is x itself beyond 20, wrong by 2e-9."""
+    return torch.logaddexp(x, x.new_zeros(()))
 
 
 def inverse_norm(rows: Tensor) -> Tensor:
@@ -129,7 +133,7 @@ class Chunks:
         loss, log_sum_exp, kept = self.per_row
         # The positive stays out of the sum: log-softmax loses the gradient of an almost certain one (p − 1).
         torch.sub(negatives, positive, out=loss[rows])
-        loss[rows] = F.softplus(loss[rows])
+        loss[rows] = softplus(loss[rows])
         torch.logaddexp(negatives, positive, out=log_sum_exp[rows])
         kept[rows] = positive
         return total, shift
@@ -155,7 +159,7 @@ def rows_forward(
     if not symmetric:
         return loss, log_sum_exp, positive, total, total.clone()
     negatives = total.log() + highest.masked_fill(highest == float("-inf"), 0.0)
-    return loss, log_sum_exp, positive, F.softplus(negatives - positive), torch.logaddexp(negatives, positive)
+    return loss, log_sum_exp, positive, softplus(negatives - positive), torch.logaddexp(negatives, positive)
 
 
 def sum_with_gradients(

@@ -10,6 +10,7 @@ For each chunk of rows:
 Exponents are base 2 on the device: logits are stored times log₂e. Nothing is summed with atomics.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,10 @@ from fastprompt_kernels.launcher import Tile, launch, product_tile
 from fastprompt_kernels.rows_triton import prepare_rows, project_rows
 
 TILE_BUFFER_BYTES = 512 * 2**20
-"""Bound of the logits and their gradient together, while no more than 128 rows of them fit into it."""
+"""Bound of the logits and their gradient together, but for ``MIN_CHUNK`` rows."""
+
+MIN_CHUNK = 128
+"""Rows that are always taken together: fewer would leave a product's tile empty."""
 
 GRADIENT_SCALE = 2.0**14
 """Keeps a 16-bit softmax in float16's normal range down to 4e-9; |G| ≤ 1, and float16 reaches 2¹⁶."""
@@ -213,6 +217,12 @@ def _info_nce_product_bwd_kernel(
     tl.store(place, total, mask=inside)
 
 
+def chunk_rows(num_rows: int, num_columns: int, unit_dtype: torch.dtype, partials: int | None = None) -> int:
+    """Rows a chunk: their logits and G fit into the buffer, or two numbers for each of ``partials`` tiles."""
+    per_row = num_columns * (4 + unit_dtype.itemsize % 4) if partials is None else partials * 8
+    return min(num_rows, max(MIN_CHUNK, TILE_BUFFER_BYTES // per_row // MIN_CHUNK * MIN_CHUNK))
+
+
 @dataclass(frozen=True)
 class _Columns:
     """Keys, then hard negatives: what the logits' columns are made of."""
@@ -252,9 +262,8 @@ class _Problem:
             rows.append(prepared)
             inverse.append(norms)
         self.columns = _Columns(rows, inverse, column_unit)
-        per_row = self.num_columns * (4 + (self.unit_dtype.itemsize % 4)) if gradients else self._partials() * 8
-        fitting = TILE_BUFFER_BYTES // per_row // 128 * 128
-        self.chunk = min(self.num_rows, max(128, fitting))
+        partials = None if gradients else self._partials()
+        self.chunk = chunk_rows(self.num_rows, self.num_columns, self.unit_dtype, partials)
 
     def _block(self, name: str) -> int:
         return dict(self.tile.blocks)[name]
@@ -348,24 +357,36 @@ class _Problem:
         )  # fmt: skip
 
     def add_gradients(self, weights: Tensor, start: int, gradients: list[Tensor]) -> None:
-        """The two gradient products of a chunk."""
-        rows = slice(start, start + len(weights))
-        query_gradient, column_gradient = gradients[0], gradients[1]
-        if len(query_gradient):
-            tiles = triton.cdiv(len(weights), self._block("BLOCK_M")) * triton.cdiv(
-                self.width, self._block("BLOCK_N")
+        """The gradient products of a chunk, into the buffers of ``gradient_buffers``."""
+        rows, n = slice(start, start + len(weights)), self.num_keys
+        if len(gradients[0]):
+            blocks = (
+                triton.cdiv(len(weights), self._block("BLOCK_M")),
+                triton.cdiv(self.width, self._block("BLOCK_N")),
             )
-            splits = min(triton.cdiv(TARGET_PROGRAMS, tiles), 32, triton.cdiv(self.num_columns, 512))
-            target = query_gradient[rows]
+            splits = min(triton.cdiv(TARGET_PROGRAMS, math.prod(blocks)), 32, triton.cdiv(self.num_columns, 512))
+            target = gradients[0][rows]
             out = self.empty(splits, *target.shape) if splits > 1 else target
             self.product(weights, self.columns.unit, out, transposed=False, accumulate=False, splits=splits)
             if splits > 1:
                 torch.sum(out, 0, out=target)
-        if len(column_gradient):
-            count = len(column_gradient)  # keys alone, or keys and hard negatives
-            self.product(
-                weights[:, :count], self.query_unit[rows], column_gradient, transposed=True, accumulate=start > 0
-            )
+        for part, gradient in enumerate(gradients[1:]):
+            if len(gradient):
+                own = weights[:, part * n : (part + 1) * n]
+                self.product(own, self.query_unit[rows], gradient, transposed=True, accumulate=start > 0)
+
+    def gradient_buffers(self, needs: tuple[bool, bool, bool]) -> list[Tensor]:
+        """Unit-row gradients of query, keys and hard negatives, float32; [0] where not needed."""
+        sizes = (self.num_rows, self.num_keys, self.num_columns - self.num_keys)
+        return [
+            self.empty(size, self.width) if needed and size else self.empty(0)
+            for size, needed in zip(sizes, needs, strict=True)
+        ]
+
+    def inverse_norms(self, needs: tuple[bool, bool, bool]) -> list[Tensor]:
+        """Of query, keys and hard negatives, [.., 1]; [0] where not needed."""
+        norms = [self.query_inverse, *self.columns.inverse, self.empty(0)][:3]
+        return [norm if needed else self.empty(0) for norm, needed in zip(norms, needs, strict=True)]
 
 
 def rows_forward(
@@ -399,7 +420,7 @@ def sum_with_gradients(
     """See ``info_nce_torch.sum_with_gradients``."""
     problem = _Problem(query, key, hard_negative, scalars, gradients=True)
     results, scaled_positive = tuple(problem.empty(len(query)) for _ in range(3)), problem.empty(len(query))
-    gradients = _gradient_buffers(problem, needs)
+    gradients = problem.gradient_buffers(needs)
     row_partials = problem.empty(2, problem._partials(), problem.chunk)
     buffer = problem.empty(problem.chunk, problem.num_columns)
     for start in problem.chunks():
@@ -408,8 +429,7 @@ def sum_with_gradients(
         problem.losses(len(logits), row_partials, scaled_positive[start:], tuple(t[start:] for t in results))
         weights = problem.weights(logits, start, results[0], results[1], None)
         problem.add_gradients(weights, start, gradients)
-    inverse = [problem.query_inverse, *problem.columns.inverse]
-    return results[0].sum(), results[1], results[2], *_by_input(problem, gradients, inverse, needs)
+    return results[0].sum(), results[1], results[2], gradients, problem.inverse_norms(needs)
 
 
 def rows_backward(
@@ -426,7 +446,7 @@ def rows_backward(
     largest = torch.where(largest > 0, largest, 1.0)
     upstream = (row_upstream / largest, *((None,) * 3 if not symmetric else (
         column_loss, column_log_sum_exp, column_upstream / largest)))  # fmt: skip
-    gradients = _gradient_buffers(problem, needs)
+    gradients = problem.gradient_buffers(needs)
     row_partials = problem.empty(2, problem._partials(), problem.chunk)
     buffer, scaled_positive = problem.empty(problem.chunk, problem.num_columns), problem.empty(len(query))
     for start in problem.chunks():
@@ -434,26 +454,12 @@ def rows_backward(
         problem.logits(start, logits, row_partials, None, scaled_positive)
         weights = problem.weights(logits, start, loss, log_sum_exp, upstream)
         problem.add_gradients(weights, start, gradients)
-    unit_gradients, inverse = _by_input(problem, gradients, [problem.query_inverse, *problem.columns.inverse], needs)
-    inputs = (query, key, hard_negative)
+    # Float32 gradients are projected in place.
     return [
-        project_rows(g, rows, i, largest) if rows is not None and needed else query.new_empty(0)
-        for g, rows, i, needed in zip(unit_gradients, inputs, inverse, needs, strict=True)
-    ]
-
-
-def _gradient_buffers(problem: _Problem, needs: tuple[bool, bool, bool]) -> list[Tensor]:
-    """Unit-row gradients [B, D] of the queries and [N or 2N, D] of the columns, float32; [0, D] where not needed."""
-    columns = problem.num_columns if needs[2] else problem.num_keys if needs[1] else 0
-    return [problem.empty(problem.num_rows if needs[0] else 0, problem.width), problem.empty(columns, problem.width)]
-
-
-def _by_input(
-    problem: _Problem, gradients: list[Tensor], inverse: list[Tensor], needs: tuple[bool, bool, bool]
-) -> tuple[list[Tensor], list[Tensor]]:
-    n, none = problem.num_keys, problem.empty(0)
-    rows = [gradients[0], gradients[1][:n], gradients[1][n:]]
-    inverse = [*inverse, none][:3]
-    return [r.contiguous() if needed else none for r, needed in zip(rows, needs, strict=True)], [
-        i if needed else none for i, needed in zip(inverse, needs, strict=True)
+        project_rows(g, rows, i, largest, out=g if rows.dtype == torch.float32 else None)
+        if rows is not None and needed
+        else query.new_empty(0)
+        for g, rows, i, needed in zip(
+            gradients, (query, key, hard_negative), problem.inverse_norms(needs), needs, strict=True
+        )
     ]

@@ -29,6 +29,14 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Pointer:
+    """A tensor argument of a recorded launch; the tensor itself is not kept alive."""
+
+    dtype: torch.dtype
+    byte_offset: int
+
+
+@dataclass(frozen=True)
 class Launch:
     """One recorded kernel launch."""
 
@@ -123,7 +131,11 @@ def launch(
     """
     blocks = dict(tile.blocks)
     if _recording is not None:
-        _recording[1].append(Launch(kernel, grid({**constants, **blocks}), arguments, constants, tile))
+        described = tuple(
+            Pointer(a.dtype, a.storage_offset() * a.element_size()) if isinstance(a, torch.Tensor) else a
+            for a in arguments
+        )
+        _recording[1].append(Launch(kernel, grid({**constants, **blocks}), described, constants, tile))
     elif _autotune and tuned and not knobs.runtime.interpret:
         itemsize = next(a.element_size() for a in arguments if isinstance(a, torch.Tensor))
         arch = architecture(next(a.device for a in arguments if isinstance(a, torch.Tensor)))

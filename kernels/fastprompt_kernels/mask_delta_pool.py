@@ -114,13 +114,13 @@ def scatter_rows(
 
             return rows_triton.segment_sum(gradient, index, size, sign, upstream, dtype)
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        scaled = gradient if upstream is None else gradient * upstream
+        scaled = gradient * sign if upstream is None else gradient * (upstream * sign)
         if size > len(index):  # rows of hidden states: hardly one is picked twice
             total = gradient.new_zeros(size, gradient.shape[1], dtype=dtype)
             return total.index_put_((index,), scaled.to(dtype), accumulate=True)
         # index_put_ with accumulate is deterministic on every device, index_add_ is not.
         total = gradient.new_zeros(size, gradient.shape[1], dtype=wide)
-        return total.index_put_((index,), scaled.to(wide), accumulate=True).mul_(sign).to(dtype)
+        return total.index_put_((index,), scaled.to(wide), accumulate=True).to(dtype)
 
     none = gradient.new_empty(0, dtype=dtype)
     hidden = gathered(mask_index, num_rows, 1.0) if needs_hidden else none

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed attention in torch: sequences of similar length side by side, recomputed in the backward.
 
-Lengths are rounded up to multiples of 8, and a bucket is cut into pieces whose scores fit into the cache. Nothing of
-[sequences, heads, L, L] outlives its piece.
+Sequences are sorted by length and cut into pieces whose scores fit into the cache; each piece is padded to its longest.
+Nothing of [sequences, heads, L, L] outlives its piece.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -19,60 +18,63 @@ SCORE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Some sequences, padded to one shape. Indices of padding repeat the sequence's last row."""
+class _Rows:
+    """Where the rows of some sequences lie, padded to one length; padding repeats the sequence's last row."""
 
-    keys: Tensor  # [n, L] rows of key and value
-    is_key: Tensor  # [n, L]
-    queries: Tensor  # [n, M] rows of query
-    is_query: Tensor  # [n, M]
-    full: bool  # no padding among the keys
+    index: Tensor  # [n, L] packed rows
+    inside: Tensor  # [n, L]; False for padding
+    padded: bool
 
+    def take(self, packed: Tensor) -> Tensor:
+        """[n, heads, L, head_dim]"""
+        return packed.index_select(0, self.index.flatten()).unflatten(0, self.index.shape).transpose(1, 2)
 
-def _pieces(cu_seqlens: Tensor, query_starts: Tensor, num_heads: int, itemsize: int) -> Iterator[_Piece]:
-    device = cu_seqlens.device
-    starts, query_firsts = cu_seqlens.tolist(), query_starts.tolist()
-    sizes = [
-        (-(-(starts[s + 1] - starts[s]) // 8) * 8, query_firsts[s + 1] - query_firsts[s], s)
-        for s in range(len(starts) - 1)
-        if starts[s + 1] > starts[s] and query_firsts[s + 1] > query_firsts[s]
-    ]
-    for length, bucket in groupby(sorted(sizes), key=lambda size: size[0]):
-        members = list(bucket)
-        most = members[-1][1]
-        count = max(1, SCORE_BYTES // (num_heads * length * most * itemsize))
-        for first in range(0, len(members), count):
-            numbers = torch.tensor([s for _, _, s in members[first : first + count]], device=device)
-            keys, is_key = _padded(cu_seqlens, numbers)
-            queries, is_query = _padded(query_starts, numbers)
-            yield _Piece(keys, is_key, queries, is_query, bool(is_key.all()))
+    def put(self, packed: Tensor, values: Tensor) -> None:
+        """Write [n, heads, L, head_dim] to where they belong; padding has no place."""
+        rows, index = values.transpose(1, 2).flatten(0, 1), self.index.flatten()
+        if self.padded:
+            real = self.inside.flatten().nonzero().squeeze(1)
+            rows, index = rows.index_select(0, real), index.index_select(0, real)
+        packed.index_copy_(0, index, rows)
 
 
-def _padded(starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(starts: Tensor, numbers: Tensor) -> _Rows:
     first = starts[numbers].unsqueeze(1)
     lengths = starts[numbers + 1].unsqueeze(1) - first
     place = torch.arange(int(lengths.max()), device=starts.device)
-    return first + torch.minimum(place, lengths - 1), place < lengths
+    inside = place < lengths
+    return _Rows(first + torch.minimum(place, lengths - 1), inside, not bool(inside.all()))
 
 
-def _heads_first(rows: Tensor, index: Tensor) -> Tensor:
-    """[n, heads, L, head_dim] of packed rows."""
-    return rows[index].transpose(1, 2)
+def _pieces(cu_seqlens: Tensor, query_starts: Tensor, num_heads: int) -> Iterator[tuple[_Rows, _Rows]]:
+    """(queries, keys) of sequences whose scores fit into the cache together."""
+    lengths, queries = cu_seqlens.diff().tolist(), query_starts.diff().tolist()
+    order = sorted((s for s in range(len(lengths)) if lengths[s] and queries[s]), key=lambda s: lengths[s])
+    while order:
+        row_bytes = 4 * num_heads * lengths[order[-1]] * max(queries[s] for s in order[-16:])
+        count = max(1, SCORE_BYTES // row_bytes)
+        numbers = torch.tensor(order[-count:], device=cu_seqlens.device)
+        del order[-count:]
+        keys = _rows(cu_seqlens, numbers)
+        yield keys if query_starts is cu_seqlens else _rows(query_starts, numbers), keys
 
 
-def _weights(query: Tensor, key: Tensor, piece: _Piece, scale: float) -> Tensor:
+def _weights(query: Tensor, key: Tensor, keys: _Rows, scale: float) -> Tensor:
     """softmax(scale · Q Kᵀ), [n, heads, M, L], float32 or wider."""
-    scores = torch.matmul(query, key.transpose(2, 3))
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scale)
-    if not piece.full:
-        scores.masked_fill_(~piece.is_key[:, None, None, :], float("-inf"))
-    return torch.softmax(scores, -1)
+    scores = torch.matmul(query, key.transpose(2, 3)).mul_(scale)
+    if keys.padded:
+        bias = scores.new_zeros(keys.inside.shape).masked_fill_(~keys.inside, float("-inf"))
+        scores.add_(bias[:, None, None, :])
+    return torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 
-def _keep(piece: _Piece, query_rows: Tensor | None, num_heads: int, dropout_p: float, seed: int) -> Tensor:
-    rows = piece.queries if query_rows is None else query_rows[piece.queries]
-    mask = counter_rng.keep_mask(seed, rows, num_heads, piece.keys.shape[1], dropout_p)
-    return mask.transpose(0, 1)
+def _factor(
+    queries: _Rows, keys: _Rows, query_rows: Tensor | None, like: Tensor, dropout_p: float, seed: int
+) -> Tensor:
+    """Dropout's factor of each weight: 0, or what keeps the mean."""
+    rows = queries.index if query_rows is None else query_rows[queries.index]
+    keep = counter_rng.keep_mask(seed, rows, like.shape[1], keys.index.shape[1], dropout_p).transpose(0, 1)
+    return keep.to(torch.promote_types(like.dtype, torch.float32)).mul_(counter_rng.keep_scale(dropout_p))
 
 
 def forward(
@@ -82,14 +84,11 @@ def forward(
     """See ``packed_attention``."""
     out = query.new_empty(query.shape)
     starts = cu_seqlens if query_rows is None else torch.searchsorted(query_rows, cu_seqlens)
-    for piece in _pieces(cu_seqlens, starts, query.shape[1], 4):
-        weights = _weights(_heads_first(query, piece.queries), _heads_first(key, piece.keys), piece, scale)
+    for queries, keys in _pieces(cu_seqlens, starts, query.shape[1]):
+        weights = _weights(queries.take(query), keys.take(key), keys, scale)
         if dropout_p > 0:
-            weights.mul_(_keep(piece, query_rows, query.shape[1], dropout_p, seed)).mul_(
-                counter_rng.keep_scale(dropout_p)
-            )
-        values = torch.matmul(weights.to(query.dtype), _heads_first(value, piece.keys))
-        _scatter(out, piece.queries, piece.is_query, values)
+            weights.mul_(_factor(queries, keys, query_rows, query, dropout_p, seed))
+        queries.put(out, torch.matmul(weights.to(query.dtype), keys.take(value)))
     return out
 
 
@@ -101,27 +100,20 @@ def backward(
     query_gradient = query.new_empty(query.shape)
     key_gradient, value_gradient = key.new_zeros(key.shape), value.new_zeros(value.shape)
     starts = cu_seqlens if query_rows is None else torch.searchsorted(query_rows, cu_seqlens)
-    for piece in _pieces(cu_seqlens, starts, query.shape[1], 4):
-        q, k, v = (
-            _heads_first(query, piece.queries), _heads_first(key, piece.keys), _heads_first(value, piece.keys)
-        )  # fmt: skip
-        du = _heads_first(upstream, piece.queries).masked_fill(~piece.is_query[:, None, :, None], 0.0)
-        weights = _weights(q, k, piece, scale)
+    for queries, keys in _pieces(cu_seqlens, starts, query.shape[1]):
+        q, k, v, du = queries.take(query), keys.take(key), keys.take(value), queries.take(upstream)
+        if queries.padded:
+            du.masked_fill_(~queries.inside[:, None, :, None], 0.0)
+        weights = _weights(q, k, keys, scale)
         dropped = weights
         weight_gradient = torch.matmul(du, v.transpose(2, 3)).to(weights.dtype)
         if dropout_p > 0:
-            factor = _keep(piece, query_rows, query.shape[1], dropout_p, seed).to(weights.dtype)
-            factor.mul_(counter_rng.keep_scale(dropout_p))
+            factor = _factor(queries, keys, query_rows, query, dropout_p, seed)
             dropped = weights * factor
             weight_gradient.mul_(factor)
-        _scatter(value_gradient, piece.keys, piece.is_key, torch.matmul(dropped.to(query.dtype).transpose(2, 3), du))
-        along = torch.linalg.vecdot(weights, weight_gradient).unsqueeze(-1)
-        score_gradient = weight_gradient.sub_(along).mul_(weights).mul_(scale).to(query.dtype)
-        _scatter(query_gradient, piece.queries, piece.is_query, torch.matmul(score_gradient, k))
-        _scatter(key_gradient, piece.keys, piece.is_key, torch.matmul(score_gradient.transpose(2, 3), q))
+        keys.put(value_gradient, torch.matmul(dropped.to(query.dtype).transpose(2, 3), du))
+        score_gradient = torch.ops.aten._softmax_backward_data(weight_gradient, weights, -1, weights.dtype)
+        score_gradient = score_gradient.mul_(scale).to(query.dtype)
+        queries.put(query_gradient, torch.matmul(score_gradient, k))
+        keys.put(key_gradient, torch.matmul(score_gradient.transpose(2, 3), q))
     return query_gradient, key_gradient, value_gradient
-
-
-def _scatter(out: Tensor, index: Tensor, inside: Tensor, values: Tensor) -> None:
-    """Write the rows that are not padding; each has one place."""
-    out[index[inside]] = values.transpose(1, 2)[inside]
