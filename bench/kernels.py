@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m bench.kernels``: every op of fastprompt_kernels against what else computes it.
 
-Time: all contenders in one process, taking turns, forward and backward, median. Memory: one process a contender, the op's
-own peak beyond its inputs. Error: the gradients against float64. An op whose error is red is not timed. Running out of
-memory is a result. Rows go to bench/results/ as JSON and as a Markdown table.
+Time: all contenders in one process, taking turns, forward and backward, median. Memory: one process a contender, the
+op's own peak beyond its inputs. Error: the gradients against float64. An op whose error is red is not timed. Running
+out of memory is a result. Rows go to bench/results/ as JSON and as a Markdown table.
 """
 
 from __future__ import annotations
@@ -336,9 +336,9 @@ def to_markdown(environment: dict[str, str], rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Kernels", "", ", ".join(f"{k} {v}" for k, v in environment.items() if k != "command"), "",
         f"`{environment['command'].strip()}`", "",
-        "Forward and backward. Time: median, and as a multiple of ours in the same process. Memory: the op's own peak, with",
-        "gradients, without inputs. Error: the worst gradient's relative error against float64 (– where dropout or another",
-        "function leaves nothing to compare). info_nce and prompt_info_nce: B × D; mask_delta_pool: sentences × D;",
+        "Forward and backward. Time: median, and as a multiple of ours in the same process. Memory: the op's own peak,",
+        "with gradients, without inputs. Error: the worst gradient's relative error against float64 (– where dropout or",
+        "another function leaves nothing to compare). info_nce and prompt_info_nce: B × D; mask_delta_pool: sentences × D;",
         "packed_attention: sequences × heads × head size × dropout percent.", "",
         "| op | size | dtype | contender | ms | × ours | peak MiB | error |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip

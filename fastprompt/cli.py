@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fastprompt", description="Train and evaluate prompt-based contrastive sentence embeddings."
+        prog="fastprompt",
+        description="Train and evaluate prompt-based contrastive sentence embeddings.",
+        epilog="FASTPROMPT_BACKEND=auto|torch|triton|reference chooses the kernels of the loss (default: auto).",
     )
     parser.add_argument("--version", action="version", version=f"fastprompt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -205,7 +207,22 @@ def _prepare_libraries() -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    _choose_kernels(os.environ.get("FASTPROMPT_BACKEND", "auto"), torch.cuda.is_available())
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def _choose_kernels(name: str, has_gpu: bool) -> None:
+    """The backend of fastprompt_kernels: what the variable FASTPROMPT_BACKEND says."""
+    from fastprompt_kernels import set_backend
+
+    try:
+        set_backend(name)
+    except ValueError as error:
+        raise FastpromptError(f"FASTPROMPT_BACKEND: {error}") from None
+    if name == "triton" and not has_gpu:
+        raise FastpromptError(
+            "FASTPROMPT_BACKEND=triton needs a CUDA or HIP GPU, and torch sees none; unset it, or choose torch"
+        )

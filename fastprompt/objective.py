@@ -8,7 +8,9 @@ with i over this rank's sentences and j over the sentences of all ranks (PromptB
 
 from __future__ import annotations
 
-from fastprompt_kernels import info_nce
+from typing import Any
+
+from fastprompt_kernels import info_nce, prompt_info_nce
 from torch import Tensor, nn
 
 from fastprompt.data.batching import ContrastiveBatch
@@ -37,16 +39,25 @@ class PromptObjective(nn.Module):
         It is scaled so that its *average* over ranks is the global batch's mean loss, and the average of the ranks'
         gradients (which is what ZeRO forms) the gradient of that mean, also when ranks hold unequal numbers of rows.
         """
+        counts = batch.rows_per_rank
+        settings: dict[str, Any] = {
+            "temperature": self.temperature,
+            "hard_negative_weight": self.hard_negative_weight,
+            "reduction": "sum",
+        }
+        if self.encoder.head is None and len(counts) == 1:
+            # Nothing between the hidden states and the loss, and no rows of other ranks: one call for the whole tail.
+            hidden, rows, deltas = self.encoder.pool_inputs(batch.prompts)
+            shape, which = (batch.num_views, -1), batch.prompts.delta_index
+            which = None if which is None else which.view(shape)
+            return prompt_info_nce(hidden, rows.view(shape), which, deltas, **settings).loss / counts[0]
         embeddings = self.encoder(batch.prompts, with_head=True)
         views = embeddings.view(batch.num_views, -1, embeddings.shape[-1])
-        counts = batch.rows_per_rank
         output = info_nce(
             views[0],
             gather_rows(views[1], counts),
-            temperature=self.temperature,
             positive_offset=sum(counts[: rank()]),
             hard_negative=gather_rows(views[2], counts) if batch.num_views == 3 else None,
-            hard_negative_weight=self.hard_negative_weight,
-            reduction="sum",
+            **settings,
         )
         return output.loss * (len(counts) / sum(counts))

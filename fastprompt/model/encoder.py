@@ -127,20 +127,28 @@ class PromptEncoder(nn.Module):
         ).last_hidden_state
         return hidden.flatten(0, 1), place[batch.mask_index]
 
-    def forward(self, batch: PackedBatch, *, with_head: bool) -> Tensor:
-        """Embeddings [N, H] of the N sentences of a batch of mask (or cls) prompts.
+    def pool_inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What ``mask_delta_pool`` wants of a batch of mask (or cls) prompts.
 
-        The delta is subtracted when the batch carries delta sequences. ``tanh_mlp`` is applied after the
-        subtraction when ``with_head``; ``mlm_transform`` always, to both operands (PromptBERT, section 4.3,
-        and the published ``org_mlp``).
+        Hidden states [T', H], the row of each sentence's mask token [N], and the deltas [K, H] (None without).
+        ``mlm_transform`` has been applied to both operands of the subtraction (PromptBERT, section 4.3, and the
+        published ``org_mlp``).
         """
         hidden, rows = self.hidden_rows(batch)
         if isinstance(self.head, MLMTransform):
             hidden = self.head(hidden.index_select(0, rows))
             rows = torch.arange(len(rows), device=rows.device)
         n = batch.num_sentences
-        deltas = hidden.index_select(0, rows[n:]) if batch.delta_index is not None else None
-        embeddings = mask_delta_pool(hidden, rows[:n], batch.delta_index, deltas)
+        return hidden, rows[:n], hidden.index_select(0, rows[n:]) if batch.delta_index is not None else None
+
+    def forward(self, batch: PackedBatch, *, with_head: bool) -> Tensor:
+        """Embeddings [N, H] of the N sentences of a batch of mask (or cls) prompts.
+
+        The delta is subtracted when the batch carries delta sequences. ``tanh_mlp`` is applied after the
+        subtraction when ``with_head``; ``mlm_transform`` always, before it.
+        """
+        hidden, rows, deltas = self.pool_inputs(batch)
+        embeddings = mask_delta_pool(hidden, rows, batch.delta_index, deltas)
         if self.head is not None and with_head and not isinstance(self.head, MLMTransform):
             embeddings = self.head(embeddings)
         return embeddings

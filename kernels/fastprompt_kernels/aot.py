@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile every kernel for every architecture without a GPU, and check what came out.
 
-``python -m fastprompt_kernels.aot`` runs the host code of each op on the meta device, so that it compiles what a GPU would
-be given (arguments, specialisation, tiles), and reports registers, spills, shared memory and matrix instructions. It fails
-on a spill, on shared memory above the chip's limit, and on a matrix product without matrix instructions.
+``python -m fastprompt_kernels.aot`` runs the host code of each op on the meta device, so that it compiles what a GPU
+would be given (arguments, specialisation, tiles), and reports registers, spills, shared memory and matrix
+instructions. It fails on a spill, on shared memory above the chip's limit, and on a matrix product without matrix
+instructions.
 """
 
 import argparse

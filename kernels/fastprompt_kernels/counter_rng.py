@@ -4,8 +4,8 @@
     z = mix(seed + (counter + 1) · γ),    counter = (row · num_heads + head) · 2¹⁴ + column // 4
     keep(row, head, column)  ⇔  the (column mod 4)-th 16 bits of z, as a signed number, ≥ threshold − 2¹⁵
 
-``mix`` and γ are SplitMix64's (Steele, Lea and Flood, 2014): two multiplications for four decisions, where Philox needs
-twenty for four. The probability is rounded to 1/65,536, and kept values are scaled by its exact inverse.
+``mix`` and γ are SplitMix64's (Steele, Lea and Flood, 2014): two multiplications for four decisions, where Philox
+needs twenty for four. The probability is rounded to 1/65,536, and kept values are scaled by its exact inverse.
 """
 
 import torch

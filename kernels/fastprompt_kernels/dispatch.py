@@ -105,7 +105,7 @@ def check_tensors(op: str, **tensors: Tensor | None) -> None:
             )
         if tensor.device != first.device:
             raise ValueError(
-                f"{op} wants one device: {first_name} is on {first.device}, {name} on {tensor.device}; move one of them"
+                f"{op} wants one device: {first_name} is on {first.device}, {name} on {tensor.device}; move one"
             )
 
 

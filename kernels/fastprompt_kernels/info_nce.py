@@ -4,10 +4,12 @@
     s_ij = cos(query_i, key_j)/τ − 1[j = p_i]·m/τ,    t_ij = cos(query_i, hard_negative_j)/τ + w·1[j = p_i]
     loss_i = logsumexp_j(s_ij ∪ t_ij) − s_i,p_i,      p_i = i + positive_offset
 
-Computed as softplus(logsumexp of all but the positive − positive), which keeps the gradient of an almost certain positive.
+Computed as softplus(logsumexp of all but the positive − positive), which keeps the gradient of an almost certain
+positive.
 
-Source: SimCSE (Gao et al., 2021), equations 1 and 5; w is the published code's ``hard_negative_weight`` (a logit); m is the
-additive margin of AM-Softmax (Wang et al., 2018), equation 6; the symmetric loss is CLIP's (Radford et al., 2021), figure 3.
+Source: SimCSE (Gao et al., 2021), equations 1 and 5; w is the published code's ``hard_negative_weight`` (a logit); m
+is the additive margin of AM-Softmax (Wang et al., 2018), equation 6; the symmetric loss is CLIP's (Radford et al.,
+2021), figure 3.
 """
 
 from typing import Any, NamedTuple
@@ -180,7 +182,7 @@ _rows_op = torch.library.custom_op("fastprompt::info_nce_rows", _rows_implementa
 
 
 @_rows_op.register_fake
-def _(query, key, hard_negative, temperature, positive_offset, hard_negative_weight, margin, symmetric, backend):  # type: ignore[no-untyped-def]
+def _(query, key, hard_negative, temperature, offset, weight, margin, symmetric, backend):  # type: ignore[no-untyped-def]
     dtype = torch.promote_types(query.dtype, torch.float32)
     sizes = [len(query)] * 3 + [len(key) if symmetric else 0] * 2
     return tuple(query.new_empty(size, dtype=dtype) for size in sizes)
@@ -242,7 +244,7 @@ def _sum_implementation(
     hard_negative_weight: float, margin: float,
     needs_query: bool, needs_key: bool, needs_hard_negative: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(summed loss, log_sum_exp, positive), three gradients of the unit rows, three inverse norms ([0]: not needed)."""
+    """(summed loss, log_sum_exp, positive), three unit-row gradients, three inverse norms ([0]: not needed)."""
     scalars = Scalars(temperature, positive_offset, hard_negative_weight, margin)
     needs = (needs_query, needs_key, needs_hard_negative)
     *results, gradients, inverse = sum_with_gradients(query, key, hard_negative, scalars, needs, backend)

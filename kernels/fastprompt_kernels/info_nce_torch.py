@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """InfoNCE in torch without a B × N matrix: row chunks, three products.
 
-Once a chunk of rows has seen all columns, its softmax is final, so the gradient follows in the same visit:
-S = q̂ k̂ᵀ/τ, then dq̂ = G k̂/τ and dk̂ += Gᵀ q̂/τ with G = softmax − one-hot. A chunk that fits into the cache makes this
+Once a chunk of rows has seen all columns, its softmax is final, so the gradient follows in the same visit: S = q̂
+k̂ᵀ/τ, then dq̂ = G k̂/τ and dk̂ += Gᵀ q̂/τ with G = softmax − one-hot. A chunk that fits into the cache makes this
 faster than the plain expression too, whose logits travel through memory several times.
 
 Gradients leave this file "of the unit rows"; ``project`` takes them to the inputs.
 
-bf16 rows on a CPU: float32 products of bf16 values may run on the bf16 units and still come out in float32 (oneDNN's reduced
-"float32 precision"), four times as fast. The logits are made of the rows as they came, so they are exact; only the gradient
-products round their operands.
+bf16 rows on a CPU: float32 products of bf16 values may run on the bf16 units and still come out in float32 (oneDNN's
+reduced "float32 precision"), four times as fast. The logits are made of the rows as they came, so they are exact;
+only the gradient products round their operands.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def inverse_norm(rows: Tensor) -> Tensor:
 
 
 def project(unit_gradient: Tensor, rows: Tensor, inverse: Tensor, upstream: Tensor) -> Tensor:
-    """Gradient of ``rows`` [N, D] from that of the unit rows: upstream · (I − x̂ x̂ᵀ) g / ‖x‖, in the dtype of ``rows``."""
+    """Gradient of ``rows`` [N, D] from that of the unit rows: upstream · (I − x̂ x̂ᵀ) g / ‖x‖, in their dtype."""
     unit = rows.to(unit_gradient.dtype) * inverse
     along = torch.linalg.vecdot(unit_gradient, unit).unsqueeze(1)
     return torch.addcmul(unit_gradient, unit, along, value=-1).mul_(inverse * upstream).to(rows.dtype)
@@ -61,7 +61,7 @@ def project(unit_gradient: Tensor, rows: Tensor, inverse: Tensor, upstream: Tens
 def product_precision(rows: Tensor) -> Iterator[None]:
     """float32 products in IEEE float32, whatever the process allows; on the bf16 units for bf16 rows on a CPU.
 
-    The setting is the process's and is put back on leaving: other threads should not multiply float32 matrices meanwhile.
+    The setting is the process's and is put back on leaving; float32 products of other threads would see it.
     """
     library = torch.backends.mkldnn.matmul if rows.device.type == "cpu" else torch.backends.cuda.matmul
     before = library.fp32_precision
@@ -121,7 +121,7 @@ class Chunks:
         return chunk.diagonal(start + self.scalars.positive_offset)[: len(chunk)]
 
     def exponentials(self, rows: slice, logits: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn ``logits`` into exp(logits − shift) in place, record the rows' results; (sum [c, 1], shift [c, 1] or 0)."""
+        """Turn ``logits`` into exp(logits − shift) in place and record the rows' results; (sum, shift)."""
         if self.bounded:
             shift = logits.new_zeros(1, 1)
         else:

@@ -2,7 +2,7 @@
 """InfoNCE in Triton: row chunks, three products, float32 logits in one bounded tile buffer.
 
 For each chunk of rows:
-    S = q kᵀ · 1/(‖q‖‖k‖τ)            products of the rows as they came; with each tile's maximum and sum of exponentials
+    S = q kᵀ · 1/(‖q‖‖k‖τ)            products of the rows as they came; each tile's maximum and sum of exponentials
     lse, loss                          from the tiles' partial results
     G = softmax − one-hot              float32, or float16 scaled by 2¹⁴ for 16-bit rows
     dq̂ = G k̂/τ,   dk̂ += Gᵀ q̂/τ      with unit rows in float16 for 16-bit rows: 8 times finer than bf16 in [−1, 1]
@@ -184,7 +184,7 @@ def _info_nce_product_bwd_kernel(
     TRANSPOSED: tl.constexpr, ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, columns] (+)= scale · W rows, W [rows, inner] or its transpose; program axis 1 splits the inner sum."""
+    """out [rows, columns] (+)= scale · W rows, W [rows, inner] or its transpose; axis 1 splits the inner sum."""
     tile_m, tile_n = _swizzle(tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N), 8)
     split = tl.program_id(1).to(tl.int64)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

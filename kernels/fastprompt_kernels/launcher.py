@@ -2,8 +2,8 @@
 """The one place that starts Triton kernels, and the tile sizes it starts them with.
 
 One fixed tile a kernel, dtype and architecture by default; ``autotune()`` tries the neighbours instead, once a shape.
-``recording`` collects launches instead of starting them: the ahead-of-time compiler and the tests of memory and launch
-counts run the host code on the meta device through it, so that they see exactly what a GPU would.
+``recording`` collects launches instead of starting them: the ahead-of-time compiler and the tests of memory and
+launch counts run the host code on the meta device through it, so that they see exactly what a GPU would.
 """
 
 from collections.abc import Callable, Iterator

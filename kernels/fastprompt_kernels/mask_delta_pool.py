@@ -3,7 +3,8 @@
 
     out[i] = hidden_states[mask_index[i]] − delta_rows[delta_index[i]]
 
-Backward: ∂hidden_states[r] = Σ over {i : mask_index[i] = r} of ∂out[i], ∂delta_rows[k] = −Σ over {i : delta_index[i] = k}.
+Backward: ∂hidden_states[r] = Σ over {i : mask_index[i] = r} of ∂out[i], ∂delta_rows[k] = −Σ over {i : delta_index[i]
+= k}.
 
 Source: PromptBERT (Jiang et al., 2022), section 4.3, template denoising: ĥ_i = h_i − ĥ_template(n_i).
 """
@@ -27,7 +28,7 @@ def mask_delta_pool(
 ) -> Tensor:
     """Pick one row of ``hidden_states`` a sentence and subtract the delta of its (template, length).
 
-    The backward is deterministic: each gradient row has one owner, which sums in float32 in the order of the sentences.
+    The backward is deterministic: each gradient row is summed in float32, in the order of the sentences.
 
     Args:
         hidden_states: [T, H], float; the last hidden states of all tokens.
@@ -41,7 +42,7 @@ def mask_delta_pool(
         sentence picks) and to ``delta_rows`` (minus the sum over the sentences that share the delta).
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or only one of ``delta_index`` and ``delta_rows`` given.
+        ValueError: shapes, dtypes or devices that do not fit; only one of ``delta_index`` and ``delta_rows``.
         IndexError: an index out of range (on CPU; on a GPU the kernel asserts under ``TRITON_DEBUG=1``).
     """
     check_pool("mask_delta_pool", hidden_states, mask_index, delta_index, delta_rows, "[N]", 1)
@@ -137,11 +138,11 @@ def _(hidden_states, mask_index, delta_index, delta_rows, backend):  # type: ign
 
 
 @scatter_op.register_fake
-def _(gradient, mask_index, delta_index, upstream, num_rows, num_deltas, dtype, needs_hidden, backend):  # type: ignore[no-untyped-def]
+def _(gradient, mask_index, delta_index, upstream, rows, deltas, dtype, needs, backend):  # type: ignore[no-untyped-def]
     width = gradient.shape[1]
     return (
-        gradient.new_empty((num_rows, width) if needs_hidden else (0,), dtype=dtype),
-        gradient.new_empty((0,) if delta_index is None else (num_deltas, width), dtype=dtype),
+        gradient.new_empty((rows, width) if needs else (0,), dtype=dtype),
+        gradient.new_empty((0,) if delta_index is None else (deltas, width), dtype=dtype),
     )
 
 

@@ -2,8 +2,9 @@
 """One differentiable operation, two doors: a custom operator for torch.compile, an autograd.Function in eager mode.
 
 torch.compile must not look inside (kernels, chunk loops), so it gets the registered operator, of which it sees shapes
-only. In eager mode the operator's bookkeeping (aliasing checks, schema, dispatch) would cost 0.1 to 0.3 ms a call, as much
-as a whole small loss; an autograd.Function around the same implementation, setup and backward costs a few microseconds.
+only. In eager mode the operator's bookkeeping (aliasing checks, schema, dispatch) would cost 0.1 to 0.3 ms a call, as
+much as a whole small loss; an autograd.Function around the same implementation, setup and backward costs a few
+microseconds.
 """
 
 from collections.abc import Callable

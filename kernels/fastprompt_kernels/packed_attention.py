@@ -3,9 +3,11 @@
 
     out[i] = Σ_j dropout(softmax_j(scale · query[i]·key[j])) value[j],    j over the sequence of row i
 
-Source: scaled dot-product attention (Vaswani et al., 2017), equation 1; recomputation in the backward (Dao et al., 2022).
+Source: scaled dot-product attention (Vaswani et al., 2017), equation 1; recomputation in the backward (Dao et al.,
+2022).
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,9 +42,9 @@ def packed_attention(
     Args:
         query: [T, heads, head_dim], float; [M, heads, head_dim] with ``query_rows``.
         key, value: [T, heads, head_dim].
-        cu_seqlens: [S + 1], int64; sequence s is rows cu_seqlens[s] to cu_seqlens[s + 1]. Empty sequences are allowed.
-        max_seqlen: no sequence is longer (checked on a CPU). The kernels are tuned for short ones, up to 128 tokens. The
-            Triton kernels serve head_dim up to 128; beyond that "auto" uses torch.
+        cu_seqlens: [S + 1], int64; sequence s is rows cu_seqlens[s] to cu_seqlens[s + 1]; it may be empty.
+        max_seqlen: no sequence is longer (checked on a CPU). The kernels are made for short ones, up to 128 tokens.
+            Triton serves head_dim up to 128; beyond that "auto" uses torch.
         query_rows: [M], int64, ascending: the rows of the packed batch that ``query`` stands for, when only some are
             wanted (the [MASK] rows in a last layer); None for all T.
         scale: head_dim**-0.5 when None.
@@ -87,7 +89,7 @@ def packed_attention_reference(
     rows = torch.arange(len(key), device=key.device) if query_rows is None else query_rows
     outputs = [query.new_empty(0, *query.shape[1:])]
     bounds = cu_seqlens.tolist()
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in pairwise(bounds):
         chosen = (rows >= first) & (rows < last)
         q = query[chosen].transpose(0, 1)
         k, v = (t[first:last].transpose(0, 1) for t in (key, value))

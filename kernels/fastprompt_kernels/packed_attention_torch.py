@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed attention in torch: sequences of similar length side by side, recomputed in the backward.
 
-Sequences are sorted by length and cut into pieces whose scores fit into the cache; each piece is padded to its longest.
-Nothing of [sequences, heads, L, L] outlives its piece.
+Sequences are sorted by length and cut into pieces whose scores fit into the cache; each piece is padded to its
+longest. Nothing of [sequences, heads, L, L] outlives its piece.
 """
 
 from collections.abc import Iterator

@@ -4,10 +4,11 @@
     P = softmax(scale · Q Kᵀ),  P̃ = dropout(P),  O = P̃ V
     dV = P̃ᵀ dO,  dP = dropout(dO Vᵀ),  dS = P ∘ (dP − rowsum(P ∘ dP)),  dQ = scale · dS K,  dK = scale · dSᵀ Q
 
-The forward goes over blocks of keys with an online softmax; a short sequence is one block. The backward of a short sequence
-is one kernel with all keys on chip, which recomputes the softmax from Q and K and needs nothing saved. Where that would
-spill (long sequences times wide heads), two kernels share the work: one owns query rows and leaves each row's log-sum-exp
-and rowsum(P ∘ dP), the other owns blocks of keys. Nothing is summed with atomics. Scores are float32.
+The forward goes over blocks of keys with an online softmax; a short sequence is one block. The backward of a short
+sequence is one kernel with all keys on chip, which recomputes the softmax from Q and K and needs nothing saved. Where
+that would spill (long sequences times wide heads), two kernels share the work: one owns query rows and leaves each
+row's log-sum-exp and rowsum(P ∘ dP), the other owns blocks of keys. Nothing is summed with atomics. Scores are
+float32.
 """
 
 from dataclasses import dataclass
@@ -298,7 +299,7 @@ def _tile(query: Tensor, max_seqlen: int, max_queries: int, kernel: str) -> Tile
 
 
 def _fits(query: Tensor, max_seqlen: int) -> bool:
-    """Whether the one-kernel backward keeps a sequence's K and V on chip without spilling: 16-bit, 64 × 128 at most."""
+    """Whether the one-kernel backward keeps K and V on chip without spilling: 16-bit, 64 × 128 at most."""
     elements = triton.next_power_of_2(max_seqlen) * triton.next_power_of_2(query.shape[2])
     return query.element_size() == 2 and elements <= 64 * 128
 

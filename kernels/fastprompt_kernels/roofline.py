@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast ``info_nce`` could be: operations, bytes, the floor they set on a chip, and kernel launches.
 
-``python -m fastprompt_kernels.roofline`` prints the table of kernels/README.md. Launches are counted by running the host
-code, and the plain expression, on the meta device; nothing here is a measurement.
+``python -m fastprompt_kernels.roofline`` prints the table of kernels/README.md. Launches are counted by running the
+host code, and the plain expression, on the meta device; nothing here is a measurement.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def _rows(batch: int, width: int) -> list[Tensor]:
 
 
 def launches(batch: int, width: int) -> tuple[int, int]:
-    """(ours, plain torch) for forward and backward: kernels started, ours with the few torch operators around them."""
+    """(ours, plain torch) for forward and backward: kernels started, torch's own around ours included."""
     query, key = _rows(batch, width)
     with recording("sm_90") as kernels, _CountKernels() as ours:
         loss = info_nce(query, key, temperature=0.05, backend="triton").loss
@@ -74,7 +74,7 @@ def launches(batch: int, width: int) -> tuple[int, int]:
 def table() -> str:
     """Markdown."""
     lines = [
-        f"`info_nce`, forward and backward, bf16, D = {WIDTH}, B = N. Floors are estimates, not yet measured on a GPU.",
+        f"`info_nce`, forward and backward, bf16, D = {WIDTH}, B = N. Estimates, not yet measured on a GPU.",
         "",
         "| B = N | TFLOP | GB | floor " + " | floor ".join(CHIPS) + " | bound by | launches | plain torch |",
         "|---|---|---|" + "---|" * len(CHIPS) + "---|---|---|",
@@ -101,7 +101,9 @@ def write_section(path: Path, begin: str, end: str, text: str) -> None:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m fastprompt_kernels.roofline", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m fastprompt_kernels.roofline", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--write", type=Path, help="a Markdown file whose marked section the table replaces")
     options = parser.parse_args()
     text = table()

@@ -20,6 +20,13 @@ FORBIDDEN = {
     "fastprompt.evaluation": ("fastprompt.model", "fastprompt.trainer", "torch"),
     "fastprompt.objective": ("fastprompt.trainer", "fastprompt.checkpoint", "fastprompt.engine"),
     "fastprompt": ("fastprompt.reference",),
+    # Without triton the package must still import: its kernels are loaded when first needed.
+    "fastprompt_kernels.info_nce": ("triton",),
+    "fastprompt_kernels.info_nce_torch": ("triton",),
+    "fastprompt_kernels.mask_delta_pool": ("triton",),
+    "fastprompt_kernels.prompt_info_nce": ("triton",),
+    "fastprompt_kernels.packed_attention": ("triton",),
+    "fastprompt_kernels.packed_attention_torch": ("triton",),
 }
 ONLY_IN = {"deepspeed": ("fastprompt.engine",), "transformers": ("fastprompt.model", "fastprompt.cli")}
 
@@ -89,7 +96,7 @@ def test_the_wheel_has_both_packages_and_the_recipes(tmp_path):
     for name in (
         "fastprompt/cli.py", "fastprompt/py.typed", "fastprompt/recipes/unsup-bert-large.yaml",
         "fastprompt/data/cache.py", "fastprompt/model/encoder.py", "fastprompt/evaluation/sts.py",
-        "fastprompt_kernels/info_nce.py", "fastprompt_kernels/py.typed",
+        "fastprompt_kernels/info_nce.py", "fastprompt_kernels/info_nce_triton.py", "fastprompt_kernels/py.typed",
     ):  # fmt: skip
         assert name in names
     assert not [n for n in names if n.startswith(("kernels/", "tests/", "bench/"))]
