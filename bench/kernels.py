@@ -70,7 +70,7 @@ def make_info_nce(batch: int, width: int) -> tuple[list[Tensor], Contenders]:
     contenders: Contenders = {
         OURS: lambda q, k: info_nce(q, k, temperature=0.05).loss,
         "eager torch": eager,
-        COMPILED: torch.compile(eager, dynamic=False),
+        COMPILED: _compiled(eager),
         "cross_entropy(q @ k.T)": lambda q, k: F.cross_entropy(q @ k.T, target),
     }
     if DEVICE == "cuda" and find_spec("inf_cl"):
@@ -83,6 +83,18 @@ def make_info_nce(batch: int, width: int) -> tuple[list[Tensor], Contenders]:
         memeff = InfoNCE(temperature=0.05)
         contenders["memeff"] = lambda q, k: memeff(F.normalize(q, dim=1), F.normalize(k, dim=1))
     return [query, query + 1.5 * _rows(batch, width, 2)], contenders
+
+
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.compile at the first call: importing the compiler takes seconds."""
+    made: list[Callable[..., Tensor]] = []
+
+    def call(*tensors: Tensor) -> Tensor:
+        if not made:
+            made.append(torch.compile(function, dynamic=False))
+        return made[0](*tensors)
+
+    return call
 
 
 def _wide(t: Tensor) -> Tensor:
@@ -106,7 +118,7 @@ def make_mask_delta_pool(batch: int, width: int) -> tuple[list[Tensor], Contende
     def ours(hidden: Tensor, deltas: Tensor) -> Tensor:
         return (mask_delta_pool(hidden, mask, delta, deltas) * upstream.to(hidden.dtype)).sum()
 
-    contenders: Contenders = {OURS: ours, "eager torch": eager, COMPILED: torch.compile(eager, dynamic=False)}
+    contenders: Contenders = {OURS: ours, "eager torch": eager, COMPILED: _compiled(eager)}
     return [_rows(31 * batch, width, 1), _rows(33, width, 2)], contenders
 
 
@@ -122,7 +134,7 @@ def make_prompt_info_nce(batch: int, width: int) -> tuple[list[Tensor], Contende
     contenders: Contenders = {
         OURS: lambda hidden, deltas: prompt_info_nce(hidden, mask, delta, deltas, temperature=0.05).loss,
         "eager torch": eager,
-        COMPILED: torch.compile(eager, dynamic=False),
+        COMPILED: _compiled(eager),
     }
     return [_rows(62 * batch, width, 1), _rows(33, width, 2)], contenders
 
@@ -162,7 +174,7 @@ def make_packed_attention(sequences: int, heads: int, head_dim: int, dropout: in
     contenders: Contenders = {
         OURS: ours,
         "eager torch": eager,
-        COMPILED: torch.compile(eager, dynamic=False),
+        COMPILED: _compiled(eager),
         "padded scaled_dot_product_attention": sdpa,
     }
     return [_rows(total, heads * head_dim, s).view(total, heads, head_dim) for s in (1, 2, 3)], contenders
@@ -336,10 +348,10 @@ def to_markdown(environment: dict[str, str], rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Kernels", "", ", ".join(f"{k} {v}" for k, v in environment.items() if k != "command"), "",
         f"`{environment['command'].strip()}`", "",
-        "Forward and backward. Time: median, and as a multiple of ours in the same process. Memory: the op's own peak,",
-        "with gradients, without inputs. Error: the worst gradient's relative error against float64 (– where dropout or",
-        "another function leaves nothing to compare). info_nce and prompt_info_nce: B × D; mask_delta_pool: sentences × D;",
-        "packed_attention: sequences × heads × head size × dropout percent.", "",
+        "Forward and backward. Time: median, and as a multiple of ours in the same process.",
+        "Memory: the op's own peak, with gradients, without inputs.",
+        "Error: the worst gradient's relative error against float64 (–: nothing to compare).",
+        "Sizes: B × D; mask_delta_pool: sentences × D; packed_attention: sequences × heads × head size × dropout %.", "",
         "| op | size | dtype | contender | ms | × ours | peak MiB | error |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for r in rows:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastprompt_kernels import info_nce_torch
 from fastprompt_kernels.dispatch import check_tensors, choose_backend
 from fastprompt_kernels.info_nce_torch import COSINE_EPS, Scalars, project, softplus
-from fastprompt_kernels.operators import differentiable
+from fastprompt_kernels.operators import chosen, differentiable
 
 
 class InfoNCEOutput(NamedTuple):
@@ -74,8 +74,8 @@ def info_nce(
     """
     scalars = Scalars(temperature, positive_offset, hard_negative_weight, margin)
     check_info_nce(query, key, hard_negative, scalars, symmetric, reduction)
-    chosen = choose_backend("info_nce", backend, query)
-    if chosen == "reference":
+    kind = choose_backend("info_nce", backend, query)
+    if kind == "reference":
         return info_nce_reference(
             query, key, temperature=temperature, positive_offset=positive_offset, hard_negative=hard_negative,
             hard_negative_weight=hard_negative_weight, margin=margin, symmetric=symmetric, reduction=reduction,
@@ -84,10 +84,10 @@ def info_nce(
     inputs = (query, key, hard_negative)
     needs = [t is not None and t.requires_grad for t in inputs]
     if reduction != "none" and not symmetric and torch.is_grad_enabled() and any(needs):
-        total, log_sum_exp, positive, *_ = _sum_with_gradients(*inputs, *settings, *needs, chosen)
+        total, log_sum_exp, positive, *_ = _sum_with_gradients(*inputs, *settings, *needs, kind)
         loss = total / len(query) if reduction == "mean" else total
         return InfoNCEOutput(loss, log_sum_exp, positive)
-    row_loss, log_sum_exp, positive, column_loss, _ = _rows(*inputs, *settings, symmetric, chosen)
+    row_loss, log_sum_exp, positive, column_loss, _ = _rows(*inputs, *settings, symmetric, kind)
     if symmetric:
         row_loss = (row_loss + column_loss) / 2
     return InfoNCEOutput(reduce(row_loss, reduction), log_sum_exp, positive)
@@ -200,7 +200,8 @@ def _rows_backward(
         row_upstream, column_upstream, query, key, hard_negative, loss, log_sum_exp, column_loss, column_log_sum_exp,
         scalars, (needs_query, needs_key, needs_hard_negative), backend,
     )  # fmt: skip
-    return tuple(gradients)
+    query_gradient, key_gradient, hard_gradient = gradients
+    return query_gradient, key_gradient, hard_gradient
 
 
 _rows_backward_op = torch.library.custom_op("fastprompt::info_nce_rows_backward", _rows_backward, mutates_args=())
@@ -225,7 +226,7 @@ def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 def _rows_autograd(ctx: Any, row_upstream: Tensor, _: Any, __: Any, column_upstream: Tensor, ___: Any) -> Any:
     needs = ctx.needs_input_grad[:3]
-    gradients = (_rows_backward_op if ctx.compiled else _rows_backward)(
+    gradients = chosen(ctx, _rows_backward_op, _rows_backward)(
         row_upstream.contiguous(),
         column_upstream.contiguous(),
         *ctx.saved_tensors,
@@ -247,8 +248,10 @@ def _sum_implementation(
     """(summed loss, log_sum_exp, positive), three unit-row gradients, three inverse norms ([0]: not needed)."""
     scalars = Scalars(temperature, positive_offset, hard_negative_weight, margin)
     needs = (needs_query, needs_key, needs_hard_negative)
-    *results, gradients, inverse = sum_with_gradients(query, key, hard_negative, scalars, needs, backend)
-    return *results, *gradients, *inverse
+    total, log_sum_exp, positive, (g1, g2, g3), (n1, n2, n3) = sum_with_gradients(
+        query, key, hard_negative, scalars, needs, backend
+    )
+    return total, log_sum_exp, positive, g1, g2, g3, n1, n2, n3
 
 
 _sum_op = torch.library.custom_op("fastprompt::info_nce_sum", _sum_implementation, mutates_args=())
@@ -289,7 +292,7 @@ def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _sum_autograd(ctx: Any, upstream: Tensor, *_: Any) -> Any:
-    saved, project_rows = ctx.saved_tensors, _project_op if ctx.compiled else _project
+    saved, project_rows = ctx.saved_tensors, chosen(ctx, _project_op, _project)
     gradients = [
         None if rows is None else project_rows(unit, rows, inverse, upstream, ctx.backend)
         for rows, unit, inverse in zip(saved[:3], saved[3:6], saved[6:9], strict=True)

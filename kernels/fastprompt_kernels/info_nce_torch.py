@@ -15,6 +15,7 @@ only the gradient products round their operands.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,8 @@ def product_precision(rows: Tensor) -> Iterator[None]:
 
     The setting is the process's and is put back on leaving; float32 products of other threads would see it.
     """
-    library = torch.backends.mkldnn.matmul if rows.device.type == "cpu" else torch.backends.cuda.matmul
+    library: Any = torch.backends.mkldnn if rows.device.type == "cpu" else torch.backends.cuda
+    library = library.matmul
     before = library.fp32_precision
     library.fp32_precision = "bf16" if rows.dtype == torch.bfloat16 and rows.device.type == "cpu" else "ieee"
     try:
@@ -78,43 +80,41 @@ class Chunks:
     def __init__(self, query: Tensor, key: Tensor, hard_negative: Tensor | None, scalars: Scalars) -> None:
         self.scalars = scalars
         self.dtype = torch.promote_types(query.dtype, torch.float32)
-        rows = [None if t is None else t.to(self.dtype) for t in (query, key, hard_negative)]
-        self.inverse = [None if t is None else inverse_norm(t) for t in rows]
-        self.query, self.key, self.hard_negative = (
-            None if t is None else t * i for t, i in zip(rows, self.inverse, strict=True)
-        )
+        rows = [t.to(self.dtype) for t in (query, key, hard_negative) if t is not None]
+        self.inverse = [inverse_norm(t) for t in rows]
+        self.query, *self.columns = (t * i for t, i in zip(rows, self.inverse, strict=True))
         self.query.div_(scalars.temperature)
         # Operands of the logits: for bf16 the rows themselves, whose products are exact, to be scaled afterwards.
         self.exact = rows if query.dtype == torch.bfloat16 else None
         self.num_keys = len(key)
-        self.num_columns = self.num_keys * (1 if hard_negative is None else 2)
+        self.num_columns = self.num_keys * len(self.columns)
         self.bounded = 1 / scalars.temperature + abs(scalars.hard_negative_weight) <= SAFE_EXPONENT
         rows_per_chunk = max(1, CHUNK_BYTES // (self.num_columns * self.query.element_size()))
         self.starts = range(0, len(query), min(rows_per_chunk, len(query)))
         self.buffer = self.query.new_empty(self.starts.step, self.num_columns)
         self.per_row = [self.query.new_empty(len(query)) for _ in range(3)]
 
+    def part(self, chunk: Tensor, number: int) -> Tensor:
+        """The columns of the keys (0) or of the hard negatives (1) in a chunk of logits."""
+        return chunk[:, number * self.num_keys : (number + 1) * self.num_keys]
+
     def logits(self, start: int) -> tuple[slice, Tensor, Tensor]:
         """(rows, logits [c, columns], positive [c]) of a chunk; −inf stands where the positive was."""
         rows = slice(start, min(start + self.starts.step, len(self.query)))
         logits = self.buffer[: rows.stop - start]
-        self._products(rows, 1, logits[:, : self.num_keys])
-        if self.hard_negative is not None:
-            extra = logits[:, self.num_keys :]
-            self._products(rows, 2, extra)
-            if self.scalars.hard_negative_weight:
-                self.positive_slot(extra, start).add_(self.scalars.hard_negative_weight)
+        for number, columns in enumerate(self.columns):
+            out = self.part(logits, number)
+            if self.exact is None:
+                torch.mm(self.query[rows], columns.T, out=out)
+            else:
+                torch.mm(self.exact[0][rows], self.exact[number + 1].T, out=out)
+                out.mul_(self.inverse[0][rows] / self.scalars.temperature).mul_(self.inverse[number + 1].T)
+        if len(self.columns) > 1 and self.scalars.hard_negative_weight:
+            self.positive_slot(self.part(logits, 1), start).add_(self.scalars.hard_negative_weight)
         slot = self.positive_slot(logits, start)
         positive = slot - self.scalars.margin / self.scalars.temperature
         slot.fill_(float("-inf"))
         return rows, logits, positive
-
-    def _products(self, rows: slice, columns: int, out: Tensor) -> None:
-        if self.exact is None:
-            torch.mm(self.query[rows], (self.key if columns == 1 else self.hard_negative).T, out=out)
-        else:
-            torch.mm(self.exact[0][rows], self.exact[columns].T, out=out)
-            out.mul_(self.inverse[0][rows] / self.scalars.temperature).mul_(self.inverse[columns].T)
 
     def positive_slot(self, chunk: Tensor, start: int) -> Tensor:
         """View of the elements [i, start + i + positive_offset] of a chunk, [c]."""
@@ -204,41 +204,38 @@ def rows_backward(
             chunks.positive_slot(weights, start).copy_(certainty)
             gradients.add(rows, weights, factor)
     one = row_upstream.new_ones(())
-    inputs = (query, key, hard_negative)
     return [
-        project(unit, rows, inverse, one) if rows is not None and needed else query.new_empty(0)
-        for unit, rows, inverse, needed in zip(gradients.tensors, inputs, chunks.inverse, needs, strict=True)
+        project(unit, rows, inverse, one) if rows is not None and len(inverse) else query.new_empty(0)
+        for unit, rows, inverse in zip(gradients.tensors, (query, key, hard_negative), gradients.inverse, strict=True)
     ]
 
 
 class _Gradients:
-    """Accumulates the unit-row gradients over chunks; ``tensors`` and ``inverse`` are [0] where not needed."""
+    """Accumulates the unit-row gradients of query, keys and hard negatives over chunks.
+
+    ``tensors`` and ``inverse`` (norms) are [0] where not needed.
+    """
 
     def __init__(self, chunks: Chunks, needs: tuple[bool, bool, bool]) -> None:
         self.chunks = chunks
-        rows = (chunks.query, chunks.key, chunks.hard_negative)
-        wanted = [t is not None and needed for t, needed in zip(rows, needs, strict=True)]
         empty = chunks.query.new_empty
-        self.tensors = [
-            torch.empty_like(t) if w and t is not None else empty(0) for t, w in zip(rows, wanted, strict=True)
-        ]
-        self.inverse = [i if w and i is not None else empty(0) for i, w in zip(chunks.inverse, wanted, strict=True)]
-        self.wanted = wanted
+        self.tensors, self.inverse = [], []
+        for number, needed in enumerate(needs):
+            present = needed and number <= len(chunks.columns)
+            unit = [chunks.query, *chunks.columns][number] if present else empty(0)
+            self.tensors.append(torch.empty_like(unit))
+            self.inverse.append(chunks.inverse[number] if present else empty(0))
 
     def add(self, rows: slice, weights: Tensor, factor: Tensor) -> None:
         """Add the products of G = factor · weights, [c, columns]."""
-        chunks, n = self.chunks, self.chunks.num_keys
-        if self.wanted[0]:
-            target = torch.mm(weights[:, :n], chunks.key, out=self.tensors[0][rows])
-            if chunks.hard_negative is not None:
-                target.addmm_(weights[:, n:], chunks.hard_negative)
+        chunks = self.chunks
+        if len(self.tensors[0]):
+            target = torch.mm(chunks.part(weights, 0), chunks.columns[0], out=self.tensors[0][rows])
+            for number, columns in enumerate(chunks.columns[1:], start=1):
+                target.addmm_(chunks.part(weights, number), columns)
             target.mul_(factor / chunks.scalars.temperature)
-        if self.wanted[1] or self.wanted[2]:
-            scaled = chunks.query[rows] * factor
-            if self.wanted[1]:
-                self._accumulate(self.tensors[1], weights[:, :n], scaled, rows)
-            if self.wanted[2]:
-                self._accumulate(self.tensors[2], weights[:, n:], scaled, rows)
-
-    def _accumulate(self, target: Tensor, weights: Tensor, scaled: Tensor, rows: slice) -> None:
-        torch.addmm(target, weights.T, scaled, beta=float(rows.start > 0), out=target)  # beta 0 ignores what is there
+        scaled = chunks.query[rows] * factor
+        for number, target in enumerate(self.tensors[1:]):
+            if len(target):
+                beta = float(rows.start > 0)  # 0 ignores what is there
+                torch.addmm(target, chunks.part(weights, number).T, scaled, beta=beta, out=target)

@@ -11,7 +11,7 @@ Exponents are base 2 on the device: logits are stored times log₂e. Nothing is 
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -223,15 +223,6 @@ def chunk_rows(num_rows: int, num_columns: int, unit_dtype: torch.dtype, partial
     return min(num_rows, max(MIN_CHUNK, TILE_BUFFER_BYTES // per_row // MIN_CHUNK * MIN_CHUNK))
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Keys, then hard negatives: what the logits' columns are made of."""
-
-    rows: list[Tensor]
-    inverse: list[Tensor]
-    unit: Tensor | None
-
-
 class _Problem:
     """The rows of one call with their norms and unit rows, and the chunked kernels over them."""
 
@@ -247,21 +238,18 @@ class _Problem:
         self.tile = product_tile(query.device, query.dtype)
         self.gradient_scale = 1.0 if self.unit_dtype == torch.float32 else GRADIENT_SCALE
 
-        def unit(count: int) -> Tensor | None:
-            return query.new_empty(count, self.width, dtype=self.unit_dtype) if gradients else None
+        def unit_rows(count: int) -> Tensor:
+            return query.new_empty(count if gradients else 0, self.width, dtype=self.unit_dtype)
 
-        self.query_unit = unit(self.num_rows)
-        self.query, self.query_inverse = prepare_rows(
-            query, None, None, None, pooled=False, unit=self.query_unit, inverse=True
-        )
-        column_unit = unit(self.num_columns)
-        rows, inverse = [], []
-        for part, source in enumerate(sources):
-            own = None if column_unit is None else column_unit[part * self.num_keys : (part + 1) * self.num_keys]
-            prepared, norms = prepare_rows(source, None, None, None, pooled=False, unit=own, inverse=True)
-            rows.append(prepared)
-            inverse.append(norms)
-        self.columns = _Columns(rows, inverse, column_unit)
+        def prepare(rows: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+            wanted = unit if gradients else None
+            return prepare_rows(rows, None, None, None, pooled=False, unit=wanted, inverse=True)
+
+        n = self.num_keys
+        self.query_unit, self.column_unit = unit_rows(self.num_rows), unit_rows(self.num_columns)
+        self.query, self.query_inverse = prepare(query, self.query_unit)
+        prepared = [prepare(t, self.column_unit[i * n : (i + 1) * n]) for i, t in enumerate(sources)]
+        self.columns, self.column_inverse = [t for t, _ in prepared], [norm for _, norm in prepared]
         partials = None if gradients else self._partials()
         self.chunk = chunk_rows(self.num_rows, self.num_columns, self.unit_dtype, partials)
 
@@ -289,8 +277,8 @@ class _Problem:
         """Base-2 logits of the rows from ``start`` on, their tiles' partial results and positives."""
         scalars = self.scalars
         rows = min(self.chunk, self.num_rows - start)
-        for part, (key, inverse) in enumerate(zip(self.columns.rows, self.columns.inverse, strict=True)):
-            first = part * self._partials() // len(self.columns.rows)
+        for part, (key, inverse) in enumerate(zip(self.columns, self.column_inverse, strict=True)):
+            first = part * self._partials() // len(self.columns)
             out = None if logits is None else logits[:, part * self.num_keys :]
             launch(
                 _info_nce_logits_fwd_kernel,
@@ -309,7 +297,7 @@ class _Problem:
                 IS_KEY=part == 0, STORE_LOGITS=logits is not None, COLUMNS=column_partials is not None,
             )  # fmt: skip
 
-    def losses(self, count: int, partials: Tensor, positive: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> None:
+    def losses(self, count: int, partials: Tensor, positive: Tensor, out: Sequence[Tensor]) -> None:
         """(loss, log_sum_exp, natural positive) of ``count`` rows or columns from the partial results."""
         launch(
             _info_nce_loss_fwd_kernel, lambda c: (triton.cdiv(count, c["BLOCK"]),),
@@ -367,7 +355,7 @@ class _Problem:
             splits = min(triton.cdiv(TARGET_PROGRAMS, math.prod(blocks)), 32, triton.cdiv(self.num_columns, 512))
             target = gradients[0][rows]
             out = self.empty(splits, *target.shape) if splits > 1 else target
-            self.product(weights, self.columns.unit, out, transposed=False, accumulate=False, splits=splits)
+            self.product(weights, self.column_unit, out, transposed=False, accumulate=False, splits=splits)
             if splits > 1:
                 torch.sum(out, 0, out=target)
         for part, gradient in enumerate(gradients[1:]):
@@ -385,7 +373,7 @@ class _Problem:
 
     def inverse_norms(self, needs: tuple[bool, bool, bool]) -> list[Tensor]:
         """Of query, keys and hard negatives, [.., 1]; [0] where not needed."""
-        norms = [self.query_inverse, *self.columns.inverse, self.empty(0)][:3]
+        norms = [self.query_inverse, *self.column_inverse, self.empty(0)][:3]
         return [norm if needed else self.empty(0) for norm, needed in zip(norms, needs, strict=True)]
 
 
@@ -408,10 +396,10 @@ def rows_forward(
         chunk_results = tuple(t[start:] for t in results)
         problem.losses(rows, row_partials, scaled_positive[start:], chunk_results)
     if column_partials is None:
-        return *results, problem.empty(0), problem.empty(0)
+        return results[0], results[1], results[2], problem.empty(0), problem.empty(0)
     column_results = tuple(problem.empty(len(key)) for _ in range(3))
     problem.losses(len(key), column_partials, scaled_positive, column_results)
-    return *results, column_results[0], column_results[1]
+    return results[0], results[1], results[2], column_results[0], column_results[1]
 
 
 def sum_with_gradients(

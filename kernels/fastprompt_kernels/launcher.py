@@ -132,7 +132,7 @@ def launch(
     blocks = dict(tile.blocks)
     if _recording is not None:
         described = tuple(
-            Pointer(a.dtype, a.storage_offset() * a.element_size()) if isinstance(a, torch.Tensor) else a
+            Pointer(a.dtype, int(a.storage_offset()) * a.element_size()) if isinstance(a, torch.Tensor) else a
             for a in arguments
         )
         _recording[1].append(Launch(kernel, grid({**constants, **blocks}), described, constants, tile))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastprompt_kernels.dispatch import check_index, check_range, check_tensors, choose_backend
-from fastprompt_kernels.operators import differentiable
+from fastprompt_kernels.operators import chosen, differentiable
 
 
 def mask_delta_pool(
@@ -46,10 +46,10 @@ def mask_delta_pool(
         IndexError: an index out of range (on CPU; on a GPU the kernel asserts under ``TRITON_DEBUG=1``).
     """
     check_pool("mask_delta_pool", hidden_states, mask_index, delta_index, delta_rows, "[N]", 1)
-    chosen = choose_backend("mask_delta_pool", backend, hidden_states)
-    if chosen == "reference":
+    kind = choose_backend("mask_delta_pool", backend, hidden_states)
+    if kind == "reference":
         return mask_delta_pool_reference(hidden_states, mask_index, delta_index, delta_rows)
-    pooled: Tensor = _pool(hidden_states, mask_index, delta_index, delta_rows, chosen)
+    pooled: Tensor = _pool(hidden_states, mask_index, delta_index, delta_rows, kind)
     return pooled
 
 
@@ -155,7 +155,7 @@ def _pool_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _pool_autograd(ctx: Any, upstream: Tensor) -> Any:
     mask_index, delta_index = ctx.saved_tensors
     needs_hidden, needs_delta = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-    hidden, deltas = (scatter_op if ctx.compiled else scatter_rows)(
+    hidden, deltas = chosen(ctx, scatter_op, scatter_rows)(
         upstream, mask_index, delta_index if needs_delta else None, None, *ctx.sizes, needs_hidden, ctx.backend
     )
     return hidden if needs_hidden else None, None, None, deltas if needs_delta else None, None

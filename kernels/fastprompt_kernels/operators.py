@@ -42,9 +42,14 @@ def differentiable(
     backward = torch.autograd.function.once_differentiable(backward)
     # Not through Function.setup_context: binding its arguments costs another 0.1 ms a call.
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type(implementation.__name__, (torch.autograd.Function,), members)
+    function: Any = type(implementation.__name__, (torch.autograd.Function,), members)
 
     def call(*arguments: Any) -> Any:
         return op(*arguments) if torch.compiler.is_compiling() else function.apply(*arguments)
 
     return call
+
+
+def chosen(ctx: Any, op: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Within a backward: the operator if the forward went through one, else its implementation."""
+    return op if ctx.compiled else implementation

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastprompt_kernels import counter_rng, packed_attention_torch
 from fastprompt_kernels.dispatch import check_index, check_tensors, choose_backend
-from fastprompt_kernels.operators import differentiable
+from fastprompt_kernels.operators import chosen, differentiable
 
 MAX_HEAD_DIM = 128
 """What a tile of the Triton kernels holds."""
@@ -62,14 +62,14 @@ def packed_attention(
     unsupported = ""
     if query.shape[2] > MAX_HEAD_DIM:
         unsupported = f"head_dim {query.shape[2]} (it knows up to {MAX_HEAD_DIM})"
-    chosen = choose_backend("packed_attention", backend, query, unsupported)
+    kind = choose_backend("packed_attention", backend, query, unsupported)
     scale = query.shape[2] ** -0.5 if scale is None else scale
-    if chosen == "reference":
+    if kind == "reference":
         return packed_attention_reference(
             query, key, value, cu_seqlens, query_rows=query_rows, scale=scale, dropout_p=dropout_p, seed=seed
         )
     out: Tensor = _attention(
-        query, key, value, cu_seqlens, query_rows, max_seqlen, scale, float(dropout_p), seed, chosen
+        query, key, value, cu_seqlens, query_rows, max_seqlen, scale, float(dropout_p), seed, kind
     )
     return out
 
@@ -200,7 +200,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _autograd(ctx: Any, upstream: Tensor) -> Any:
-    gradients = (_backward_op if ctx.compiled else _backward)(upstream, *ctx.saved_tensors, *ctx.settings)
+    gradients = chosen(ctx, _backward_op, _backward)(upstream, *ctx.saved_tensors, *ctx.settings)
     return *gradients, *[None] * 7
 
 

@@ -31,7 +31,7 @@ from fastprompt_kernels.mask_delta_pool import (
     scatter_op,
     scatter_rows,
 )
-from fastprompt_kernels.operators import differentiable
+from fastprompt_kernels.operators import chosen, differentiable
 
 
 def prompt_info_nce(
@@ -74,9 +74,9 @@ def prompt_info_nce(
     check_info_nce_settings("prompt_info_nce", scalars, reduction)
     if symmetric and views == 3:
         raise ValueError("prompt_info_nce: the symmetric loss wants no hard negatives, so two views")
-    chosen = choose_backend("prompt_info_nce", backend, hidden_states)
+    kind = choose_backend("prompt_info_nce", backend, hidden_states)
     index = mask_index.flatten(), None if delta_index is None else delta_index.flatten()
-    if chosen == "reference":
+    if kind == "reference":
         pooled = mask_delta_pool_reference(hidden_states, *index, delta_rows).unflatten(0, (views, count))
         return info_nce_reference(
             pooled[0], pooled[1], temperature=temperature, hard_negative=pooled[2] if views == 3 else None,
@@ -85,9 +85,9 @@ def prompt_info_nce(
     arguments = (hidden_states, *index, delta_rows, views, temperature, hard_negative_weight, margin)
     needs_gradient = hidden_states.requires_grad or (delta_rows is not None and delta_rows.requires_grad)
     if reduction != "none" and not symmetric and torch.is_grad_enabled() and needs_gradient:
-        total, log_sum_exp, positive, _ = _sum(*arguments, chosen)
+        total, log_sum_exp, positive, _ = _sum(*arguments, kind)
         return InfoNCEOutput(total / count if reduction == "mean" else total, log_sum_exp, positive)
-    row_loss, log_sum_exp, positive, column_loss, _ = _rows(*arguments, symmetric, chosen)
+    row_loss, log_sum_exp, positive, column_loss, _ = _rows(*arguments, symmetric, kind)
     if symmetric:
         row_loss = (row_loss + column_loss) / 2
     return InfoNCEOutput(reduce(row_loss, reduction), log_sum_exp, positive)
@@ -186,7 +186,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...]) -> None:
 
 def _scatter(ctx: Any, gradient: Tensor, mask_index: Tensor, delta_index: Tensor | None, upstream: Any) -> Any:
     needs_hidden, needs_delta = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-    hidden, deltas = (scatter_op if ctx.compiled else scatter_rows)(
+    hidden, deltas = chosen(ctx, scatter_op, scatter_rows)(
         gradient, mask_index, delta_index if needs_delta else None, upstream, *ctx.sizes, needs_hidden, ctx.backend
     )
     return hidden if needs_hidden else None, None, None, deltas if needs_delta else None
@@ -212,7 +212,7 @@ def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 def _rows_autograd(ctx: Any, row_upstream: Tensor, _: Any, __: Any, column_upstream: Tensor, ___: Any) -> Any:
     saved = ctx.saved_tensors
-    gradient = (_rows_gradient_op if ctx.compiled else _rows_gradient)(
+    gradient = chosen(ctx, _rows_gradient_op, _rows_gradient)(
         row_upstream.contiguous(), column_upstream.contiguous(), *saved, ctx.views, *ctx.settings, ctx.backend
     )
     return *_scatter(ctx, gradient, saved[1], saved[2], None), *[None] * 6

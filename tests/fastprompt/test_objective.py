@@ -3,7 +3,10 @@
 
 import pytest
 import torch
+from fastprompt_kernels import info_nce
 from support import TEXTS
+
+import fastprompt.objective as objective_module
 
 from fastprompt.config import EncoderConfig
 from fastprompt.data.batching import ContrastiveBatch
@@ -152,3 +155,27 @@ def test_gradient_checkpointing_changes_nothing(tiny_bert):
     for layer in encoder.backbone.encoder.layer:
         layer.attention.self.dropout.p = 0.0
     assert max(error(loss_and_gradients(encoder, lambda: ours(encoder, views, True, 0.0)), plain)) < 1e-11
+
+
+def test_without_a_head_one_call_computes_the_tail(tiny_bert, monkeypatch):
+    """One process and no head: prompt_info_nce. It equals pooling, then info_nce, which several ranks need."""
+    encoder = build(tiny_bert, "none")
+    views = [encoder.tokenizer.encode(TEXTS[:6], 32)[0]] * 2
+    batch = pack_prompts([p for p in encoder.tokenizer.prompts for _ in range(6)], views[0] + views[1], delta=True)
+    objective = PromptObjective(encoder, temperature=0.05)
+    calls = []
+    original = objective_module.prompt_info_nce
+    monkeypatch.setattr(
+        objective_module, "prompt_info_nce", lambda *a, **k: calls.append(a) or original(*a, **k)
+    )
+    fused, gradients = loss_and_gradients(encoder, lambda: objective(ContrastiveBatch(batch, 2, (6,))))
+    assert len(calls) == 1
+    rows = encoder(batch, with_head=True)
+    apart, expected = loss_and_gradients(
+        encoder, lambda: info_nce(*encoder(batch, with_head=True).chunk(2), temperature=0.05).loss
+    )
+    assert rows.shape == (12, encoder.hf_config.hidden_size)
+    assert fused == pytest.approx(apart, rel=1e-12)
+    largest = max(g.abs().max() for g in expected.values())
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).abs().max() < 1e-11 * largest

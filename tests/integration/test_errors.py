@@ -185,6 +185,23 @@ def test_the_command_line_prints_one_sentence(capsys):
     assert "not a comma-separated list of whole numbers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cuda", "FASTPROMPT_BACKEND: there is no backend 'cuda'; choose one of auto, reference, torch, triton"),
+        ("triton", "FASTPROMPT_BACKEND=triton needs a CUDA or HIP GPU, and torch sees none"),
+    ],
+)
+def test_the_kernels_backend_is_checked_before_anything_is_read(monkeypatch, capsys, tmp_path, name, message):
+    if name == "triton" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setenv("FASTPROMPT_BACKEND", name)
+    absent = str(tmp_path / "absent.txt")
+    assert main(["train", "--recipe", "demo", "--train_file", absent, "--output_dir", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_error_on_all_ranks_ends_the_launcher(tiny_bert, train_file, tmp_path):
     config = tmp_path / "ds.json"
     config.write_text('{"train_batch_size": 256}')
