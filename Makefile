@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-# make demo · make test · make lint: each sets up .venv with everything it needs first.
+# make demo · make test · make bench · make lint: each sets up .venv with everything it needs first.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 # Without an NVIDIA driver the exact version lets pip take a CPU build where an index offers one.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: demo test lint clean
+.PHONY: demo test bench lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fastprompt demo --deepspeed_config ds_configs/zero2.json $(DEMO_ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/pytest -q $(TEST_ARGS)
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m bench.kernels $(BENCH_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -351,7 +351,8 @@ def to_markdown(environment: dict[str, str], rows: list[dict[str, Any]]) -> str:
         "Forward and backward. Time: median, and as a multiple of ours in the same process.",
         "Memory: the op's own peak, with gradients, without inputs.",
         "Error: the worst gradient's relative error against float64 (–: nothing to compare).",
-        "Sizes: B × D; mask_delta_pool: sentences × D; packed_attention: sequences × heads × head size × dropout %.", "",
+        "Sizes: B × D; mask_delta_pool: sentences × D; packed_attention: sequences × heads × head size × dropout %.",
+        "",
         "| op | size | dtype | contender | ms | × ours | peak MiB | error |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for r in rows:

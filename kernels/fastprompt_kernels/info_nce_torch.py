@@ -12,6 +12,7 @@ reduced "float32 precision"), four times as fast. The logits are made of the row
 only the gradient products round their operands.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,14 +49,17 @@ def softplus(x: Tensor) -> Tensor:
 def inverse_norm(rows: Tensor) -> Tensor:
     """1/‖row‖, [N, 1], and 0 for a row without direction."""
     norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return torch.where(norm > COSINE_EPS, norm.reciprocal(), 0.0)
+    return norm.masked_fill_(norm <= COSINE_EPS, float("inf")).reciprocal_()
 
 
 def project(unit_gradient: Tensor, rows: Tensor, inverse: Tensor, upstream: Tensor) -> Tensor:
     """Gradient of ``rows`` [N, D] from that of the unit rows: upstream · (I − x̂ x̂ᵀ) g / ‖x‖, in their dtype."""
-    unit = rows.to(unit_gradient.dtype) * inverse
+    unit = rows.to(unit_gradient.dtype).contiguous() * inverse
     along = torch.linalg.vecdot(unit_gradient, unit).unsqueeze(1)
-    return torch.addcmul(unit_gradient, unit, along, value=-1).mul_(inverse * upstream).to(rows.dtype)
+    return unit.mul_(-along).add_(unit_gradient).mul_(inverse * upstream).to(rows.dtype)
+
+
+_precision_lock = threading.RLock()
 
 
 @contextmanager
@@ -66,12 +70,13 @@ def product_precision(rows: Tensor) -> Iterator[None]:
     """
     library: Any = torch.backends.mkldnn if rows.device.type == "cpu" else torch.backends.cuda
     library = library.matmul
-    before = library.fp32_precision
-    library.fp32_precision = "bf16" if rows.dtype == torch.bfloat16 and rows.device.type == "cpu" else "ieee"
-    try:
-        yield
-    finally:
-        library.fp32_precision = before
+    with _precision_lock:
+        before = library.fp32_precision
+        library.fp32_precision = "bf16" if rows.dtype == torch.bfloat16 and rows.device.type == "cpu" else "ieee"
+        try:
+            yield
+        finally:
+            library.fp32_precision = before
 
 
 class Chunks:
@@ -80,7 +85,7 @@ class Chunks:
     def __init__(self, query: Tensor, key: Tensor, hard_negative: Tensor | None, scalars: Scalars) -> None:
         self.scalars = scalars
         self.dtype = torch.promote_types(query.dtype, torch.float32)
-        rows = [t.to(self.dtype) for t in (query, key, hard_negative) if t is not None]
+        rows = [t.to(self.dtype).contiguous() for t in (query, key, hard_negative) if t is not None]
         self.inverse = [inverse_norm(t) for t in rows]
         self.query, *self.columns = (t * i for t, i in zip(rows, self.inverse, strict=True))
         self.query.div_(scalars.temperature)
@@ -174,7 +179,8 @@ def sum_with_gradients(
             total, shift = chunks.exponentials(rows, weights, positive)
             # weights · exp(shift − lse) is the softmax; the factor rides on the thin operands instead.
             chunks.positive_slot(weights, start).copy_(-total.squeeze(1))
-            gradients.add(rows, weights, (shift - chunks.per_row[1][rows].unsqueeze(1)).exp_())
+            factor = (shift - chunks.per_row[1][rows].unsqueeze(1)).clamp_(max=80.0)  # beyond only without negatives
+            gradients.add(rows, weights, factor.exp_())
     loss, log_sum_exp, positive = chunks.per_row
     return loss.sum(), log_sum_exp, positive, gradients.tensors, gradients.inverse
 
@@ -234,7 +240,7 @@ class _Gradients:
             for number, columns in enumerate(chunks.columns[1:], start=1):
                 target.addmm_(chunks.part(weights, number), columns)
             target.mul_(factor / chunks.scalars.temperature)
-        scaled = chunks.query[rows] * factor
+        scaled = chunks.query[rows].mul_(factor)  # in place: these rows are done
         for number, target in enumerate(self.tensors[1:]):
             if len(target):
                 beta = float(rows.start > 0)  # 0 ignores what is there

@@ -130,7 +130,7 @@ def _info_nce_loss_fwd_kernel(
         sum_block += partial_stride
     positive = tl.load(positive_ptr + row, mask=inside, other=0.0)
     # (−inf) − finite is −inf: no negatives, no loss.
-    gap = (highest + tl.log2(tl.maximum(total, 1e-38)) - positive) * 0.6931471805599453
+    gap = (highest + tl.log2(tl.where(total == 0.0, 1e-38, total)) - positive) * 0.6931471805599453
     small = tl.exp(-tl.abs(gap))
     # log1p(x) = log(1 + x) · x / ((1 + x) − 1): the rounding of 1 + x cancels.
     one_plus = 1.0 + small
@@ -384,21 +384,28 @@ def rows_forward(
     problem = _Problem(query, key, hard_negative, scalars, gradients=False)
     results, scaled_positive = tuple(problem.empty(len(query)) for _ in range(3)), problem.empty(len(query))
     row_partials = problem.empty(2, problem._partials(), problem.chunk)
-    tiles = triton.cdiv(problem.chunk, problem._block("BLOCK_M"))
     column_partials = None
-    if symmetric:
-        column_partials = problem.empty(2, len(problem.chunks()) * tiles, len(key)).fill_(0)
-        column_partials[0].fill_(float("-inf"))
-    for number, start in enumerate(problem.chunks()):
+    if symmetric:  # the first entry is what earlier chunks came to
+        tiles = triton.cdiv(problem.chunk, problem._block("BLOCK_M"))
+        column_partials = problem.empty(2, tiles + 1, len(key))
+        column_partials[0, 0], column_partials[1, 0] = float("-inf"), 0.0
+    for start in problem.chunks():
         rows = min(problem.chunk, len(query) - start)
-        columns = None if column_partials is None else column_partials[:, number * tiles : (number + 1) * tiles]
+        columns = None
+        if column_partials is not None:
+            columns = column_partials[:, 1:]
+            columns[0], columns[1] = float("-inf"), 0.0  # a last chunk has fewer tiles
         problem.logits(start, None, row_partials, columns, scaled_positive)
-        chunk_results = tuple(t[start:] for t in results)
-        problem.losses(rows, row_partials, scaled_positive[start:], chunk_results)
+        problem.losses(rows, row_partials, scaled_positive[start:], tuple(t[start:] for t in results))
+        if column_partials is not None:
+            highest = column_partials[0].amax(0)
+            shift = torch.where(highest == float("-inf"), 0.0, highest)
+            column_partials[1, 0] = (column_partials[1] * torch.exp2(column_partials[0] - shift)).sum(0)
+            column_partials[0, 0] = highest
     if column_partials is None:
         return results[0], results[1], results[2], problem.empty(0), problem.empty(0)
     column_results = tuple(problem.empty(len(key)) for _ in range(3))
-    problem.losses(len(key), column_partials, scaled_positive, column_results)
+    problem.losses(len(key), column_partials[:, :1], scaled_positive, column_results)
     return results[0], results[1], results[2], column_results[0], column_results[1]
 
 

@@ -7,7 +7,7 @@ launch counts run the host code on the meta device through it, so that they see 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -136,12 +136,15 @@ def launch(
             for a in arguments
         )
         _recording[1].append(Launch(kernel, grid({**constants, **blocks}), described, constants, tile))
-    elif _autotune and tuned and not knobs.runtime.interpret:
-        itemsize = next(a.element_size() for a in arguments if isinstance(a, torch.Tensor))
-        arch = architecture(next(a.device for a in arguments if isinstance(a, torch.Tensor)))
-        _autotuned(kernel, arch, itemsize, tuned, accumulates)[grid](*arguments, **constants)
-    else:
-        kernel[grid](*arguments, **constants, **blocks, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        return
+    first = next(a for a in arguments if isinstance(a, torch.Tensor))
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device(first.device) if first.device.type == "cuda" else nullcontext():
+        if _autotune and tuned and not knobs.runtime.interpret:
+            arch = architecture(first.device)
+            _autotuned(kernel, arch, first.element_size(), tuned, accumulates)[grid](*arguments, **constants)
+        else:
+            kernel[grid](*arguments, **constants, **blocks, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 @cache

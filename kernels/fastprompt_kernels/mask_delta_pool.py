@@ -28,7 +28,7 @@ def mask_delta_pool(
 ) -> Tensor:
     """Pick one row of ``hidden_states`` a sentence and subtract the delta of its (template, length).
 
-    The backward is deterministic: each gradient row is summed in float32, in the order of the sentences.
+    The backward is deterministic: gradient rows are summed in the order of the sentences, the deltas' in float32.
 
     Args:
         hidden_states: [T, H], float; the last hidden states of all tokens.
@@ -116,12 +116,13 @@ def scatter_rows(
             return rows_triton.segment_sum(gradient, index, size, sign, upstream, dtype)
         wide = torch.promote_types(gradient.dtype, torch.float32)
         scaled = gradient * sign if upstream is None else gradient * (upstream * sign)
-        if size > len(index):  # rows of hidden states: hardly one is picked twice
-            total = gradient.new_zeros(size, gradient.shape[1], dtype=dtype)
-            return total.index_put_((index,), scaled.to(dtype), accumulate=True)
-        # index_put_ with accumulate is deterministic on every device, index_add_ is not.
-        total = gradient.new_zeros(size, gradient.shape[1], dtype=wide)
-        return total.index_put_((index,), scaled.to(wide), accumulate=True).to(dtype)
+        # Hidden states' rows are hardly ever picked twice; many sentences share a delta.
+        total = gradient.new_zeros(size, gradient.shape[1], dtype=dtype if sign > 0 else wide)
+        scaled = scaled.to(total.dtype)
+        if index.device.type == "cpu":
+            return total.index_add_(0, index, scaled).to(dtype)
+        # Of the two, this one is deterministic on a GPU.
+        return total.index_put_((index,), scaled, accumulate=True).to(dtype)
 
     none = gradient.new_empty(0, dtype=dtype)
     hidden = gathered(mask_index, num_rows, 1.0) if needs_hidden else none

@@ -7,6 +7,7 @@ Source: scaled dot-product attention (Vaswani et al., 2017), equation 1; recompu
 2022).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -156,9 +157,10 @@ def _forward(
     max_seqlen: int, scale: float, dropout_p: float, seed: int, backend: str,
 ) -> Tensor:  # fmt: skip
     _check_bounds(cu_seqlens, query_rows, len(key), max_seqlen)
-    out: Tensor = _implementation(backend).forward(
-        query, key, value, cu_seqlens, query_rows, max_seqlen, scale, dropout_p, seed
-    )
+    with _no_autocast(query, backend):
+        out: Tensor = _implementation(backend).forward(
+            query, key, value, cu_seqlens, query_rows, max_seqlen, scale, dropout_p, seed
+        )
     return out
 
 
@@ -166,10 +168,16 @@ def _backward(
     upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, query_rows: Tensor | None,
     max_seqlen: int, scale: float, dropout_p: float, seed: int, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    gradients: tuple[Tensor, Tensor, Tensor] = _implementation(backend).backward(
-        upstream, query, key, value, cu_seqlens, query_rows, max_seqlen, scale, dropout_p, seed
-    )
+    with _no_autocast(query, backend):
+        gradients: tuple[Tensor, Tensor, Tensor] = _implementation(backend).backward(
+            upstream, query, key, value, cu_seqlens, query_rows, max_seqlen, scale, dropout_p, seed
+        )
     return gradients
+
+
+def _no_autocast(tensor: Tensor, backend: str) -> AbstractContextManager[None]:
+    """Autocast would change the dtype of torch's products; Triton kernels know nothing of it."""
+    return torch.autocast(tensor.device.type, enabled=False) if backend == "torch" else nullcontext()
 
 
 def _implementation(backend: str) -> Any:

@@ -44,13 +44,15 @@ def _keep(seed, rows, columns, head, num_heads, threshold):
 @triton.jit
 def _load(ptr, rows, stride, head, head_stride, d, inside):
     return tl.load(
-        ptr + rows.to(tl.int64)[:, None] * stride + head * head_stride + d[None, :], mask=inside, other=0.0
+        ptr + rows.to(tl.int64)[:, None] * stride + head.to(tl.int64) * head_stride + d[None, :],
+        mask=inside,
+        other=0.0,
     )
 
 
 @triton.jit
 def _store(ptr, values, rows, stride, head, head_stride, d, inside):
-    place = ptr + rows.to(tl.int64)[:, None] * stride + head * head_stride + d[None, :]
+    place = ptr + rows.to(tl.int64)[:, None] * stride + head.to(tl.int64) * head_stride + d[None, :]
     tl.store(place, values.to(ptr.dtype.element_ty), mask=inside)
 
 
@@ -284,8 +286,9 @@ def _tile(query: Tensor, max_seqlen: int, max_queries: int, kernel: str) -> Tile
     block_d = max(16, triton.next_power_of_2(query.shape[2]))
     length = max(16, triton.next_power_of_2(max_seqlen))
     if query.element_size() == 4:  # IEEE products keep their operands in each thread's registers
-        block_m = 32 if kernel == "forward" and block_d > 32 else 16
-        block_n, warps = 16, 8 if kernel == "key" and block_d > 64 else 4
+        block_m = 32 if kernel == "forward" or block_d <= 32 else 16
+        block_n = 32 if block_d <= 32 else 16
+        warps = 8 if block_d <= 32 or (kernel == "key" and block_d > 64) else 4
     elif kernel == "whole":
         block_m, block_n = 16 if length > 32 else 32, length
         warps = 8 if length * block_d > 64 * 64 and arch != "gfx942" else 4
@@ -323,8 +326,10 @@ def _prepare(
     query: Tensor, cu_seqlens: Tensor, query_rows: Tensor | None, max_seqlen: int,
     scale: float, dropout_p: float, seed: int,
 ) -> _Call:  # fmt: skip
+    cu_seqlens = cu_seqlens.contiguous()
     starts, most = cu_seqlens, max_seqlen
     if query_rows is not None:
+        query_rows = query_rows.contiguous()
         starts = torch.searchsorted(query_rows, cu_seqlens)
         most = min(max_seqlen, -(-len(query_rows) // (len(cu_seqlens) - 1)))  # the average: a program loops over more
     scalars = (

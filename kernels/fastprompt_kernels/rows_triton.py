@@ -106,6 +106,8 @@ def prepare_rows(
     """(pooled rows or ``rows`` itself, inverse norms [N, 1] or [0]); the unit rows go into ``unit``."""
     rows = _inner_contiguous(rows)
     deltas = None if deltas is None else _inner_contiguous(deltas)
+    index = None if index is None else index.contiguous()
+    delta_index = None if delta_index is None else delta_index.contiguous()
     count = len(rows) if index is None else len(index)
     out = rows.new_empty(count, rows.shape[1]) if pooled else rows
     norms = rows.new_empty((count, 1) if inverse else (0,), dtype=torch.float32)

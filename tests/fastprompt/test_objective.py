@@ -7,7 +7,6 @@ from fastprompt_kernels import info_nce
 from support import TEXTS
 
 import fastprompt.objective as objective_module
-
 from fastprompt.config import EncoderConfig
 from fastprompt.data.batching import ContrastiveBatch
 from fastprompt.model import PromptEncoder
@@ -165,9 +164,7 @@ def test_without_a_head_one_call_computes_the_tail(tiny_bert, monkeypatch):
     objective = PromptObjective(encoder, temperature=0.05)
     calls = []
     original = objective_module.prompt_info_nce
-    monkeypatch.setattr(
-        objective_module, "prompt_info_nce", lambda *a, **k: calls.append(a) or original(*a, **k)
-    )
+    monkeypatch.setattr(objective_module, "prompt_info_nce", lambda *a, **k: calls.append(a) or original(*a, **k))
     fused, gradients = loss_and_gradients(encoder, lambda: objective(ContrastiveBatch(batch, 2, (6,))))
     assert len(calls) == 1
     rows = encoder(batch, with_head=True)

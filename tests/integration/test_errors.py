@@ -8,6 +8,7 @@ import os
 import shutil
 
 import pytest
+import torch
 from support import ROOT, deepspeed_command
 from support import run as run_command
 

@@ -253,6 +253,79 @@ def test_float32_products_ignore_a_lower_process_wide_precision():
     torch.testing.assert_close(got.log_sum_exp, want.log_sum_exp, rtol=1e-6, atol=1e-6)
 
 
+@PATHS
+def test_attention_keeps_its_dtype_under_autocast(backend):
+    query, key, value = tensors((30, 2, 16), (30, 2, 16), (30, 2, 16))
+    starts = index(0, 11, 30)
+    plain = packed_attention(query, key, value, starts, max_seqlen=19, backend=backend)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert torch.equal(packed_attention(query, key, value, starts, max_seqlen=19, backend=backend), plain)
+
+
+@PATHS
+def test_indices_need_not_be_contiguous(backend):
+    hidden, deltas = tensors((20, 8), (3, 8))
+    picks = torch.randint(0, 20, (6, 2), device=DEVICE)
+    which = index(1).expand(6)
+    got = mask_delta_pool(hidden, picks[:, 0], which, deltas, backend=backend)
+    assert torch.equal(got, hidden[picks[:, 0]] - deltas[1])
+    pairs = torch.randint(0, 20, (2, 5, 2), device=DEVICE)
+    loss = [
+        prompt_info_nce(hidden, p, temperature=0.1, backend=backend).loss
+        for p in (pairs[..., 0], pairs[..., 0].clone())
+    ]
+    assert torch.equal(*loss)
+    states = tensors((3, 2, 8), (9, 2, 8), (9, 2, 8))
+    rows, starts = index(1, 0, 4, 0, 8, 0)[::2], index(0, 7, 5, 7, 9, 7)[::2]
+    out = [
+        packed_attention(*states, s, max_seqlen=5, query_rows=r, dropout_p=0.4, seed=2, backend=backend)
+        for r, s in ((rows, starts), (rows.clone(), starts.clone()))
+    ]
+    assert torch.equal(*out)
+
+
+@PATHS
+def test_transposed_rows(backend):
+    query, key = tensors((24, 12), (24, 12))
+    query, key = query.T, key.T
+    loss = info_nce(query, key, temperature=0.05, backend=backend).loss
+    want = info_nce(query, key, temperature=0.05, backend="reference").loss
+    for a, b in zip(torch.autograd.grad(loss, (query, key)), torch.autograd.grad(want, (query, key)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
+@PATHS
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_negative_at_all(backend, reduction):
+    """An opposite positive at τ = 0.01 has a logit of −100, and exp(100) is infinite in float32."""
+    (query,) = tensors((1, 8))
+    key = (-query).detach().requires_grad_()
+    loss = info_nce(query, key, temperature=0.01, reduction=reduction, backend=backend).loss.sum()
+    assert loss == 0
+    for gradient in torch.autograd.grad(loss, (query, key)):
+        assert (gradient == 0).all()
+
+
+@PATHS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_no_number_shows_in_the_loss(backend, bad):
+    query, key = tensors((4, 8), (6, 8), grad=False)
+    key[5, 2] = bad
+    assert info_nce(query, key, temperature=0.05, backend=backend).loss.isnan()
+    assert info_nce(query.requires_grad_(), key, temperature=0.05, backend=backend).loss.isnan()
+
+
+def test_shared_deltas_are_summed_in_float32_and_bit_identically():
+    hidden, deltas = tensors((600, 768), (700, 768), dtype=torch.bfloat16)
+    picks, which = torch.arange(512, device=DEVICE), torch.zeros(512, dtype=torch.int64, device=DEVICE)
+    upstream = torch.rand(512, 768, device=DEVICE).to(torch.bfloat16)
+    out = mask_delta_pool(hidden, picks, which, deltas, backend="torch")
+    first, second = (torch.autograd.grad(out, deltas, upstream, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    exact = -upstream.double().sum(0)
+    assert ((first[0].double() - exact).abs() / exact.abs()).max() < 2**-8
+
+
 # Dropout.
 
 
