@@ -353,7 +353,7 @@ def to_markdown(environment: dict[str, str], rows: list[dict[str, Any]]) -> str:
         "Error: the worst gradient's relative error against float64 (–: nothing to compare).",
         "Sizes: B × D; mask_delta_pool: sentences × D; packed_attention: sequences × heads × head size × dropout %.",
         "",
-        "| op | size | dtype | contender | ms | × ours | peak MiB | error |", "|---|---|---|---|---|---|---|---|",
+        "| op | size | dtype | contender | ms | × ours | peak MiB | error | commit |", "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for r in rows:
         median = f"{r['median_ms']:.3g}" if isinstance(r["median_ms"], float) else r["median_ms"]
@@ -362,15 +362,29 @@ def to_markdown(environment: dict[str, str], rows: list[dict[str, Any]]) -> str:
         error = "–" if r["error"] is None else f"{r['error']:.1e}"
         size = "×".join(map(str, r["sizes"]))
         lines.append(
-            f"| {r['op']} | {size} | {r['dtype']} | {r['contender']} | {median} | {ratio} | {peak} | {error} |"
+            f"| {r['op']} | {size} | {r['dtype']} | {r['contender']} | {median} | {ratio} | {peak} | {error} | {r['commit']} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def kept_rows(path: Path, about: dict[str, str], measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of an earlier run on the same machine with the same versions that this run did not measure again."""
+    if not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    if any(earlier["environment"].get(k) != about[k] for k in about if k not in ("commit", "command")):
+        return []
+    again = {(row["op"], row["dtype"], *row["sizes"]) for row in measured}
+    kept = [{"commit": earlier["environment"]["commit"], **row} for row in earlier["rows"]]
+    return [row for row in kept if (row["op"], row["dtype"], *row["sizes"]) not in again]
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--op", choices=list(MAKERS), action="append", help="only these (default: all)")
+    parser.add_argument(
+        "--op", choices=list(MAKERS), action="append", help="measure only these, keep the rest (default: all)"
+    )
     parser.add_argument("--dtype", choices=list(ERROR_LIMIT), action="append", help="default: float32 and bfloat16")
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes, without torch.compile: does everything run?"
@@ -400,8 +414,10 @@ def main() -> None:
             rows += run_case(case, [COMPILED] if options.quick else [], options.seconds)
             progress.advance(bar)
     about = environment()
+    rows = [{**row, "commit": about["commit"]} for row in rows]
     options.output_dir.mkdir(parents=True, exist_ok=True)
     name = f"kernels-{'quick-' if options.quick else ''}{DEVICE}"
+    rows = kept_rows(options.output_dir / f"{name}.json", about, rows) + rows
     (options.output_dir / f"{name}.json").write_text(
         json.dumps({"environment": about, "rows": rows}, indent=1) + "\n"
     )
