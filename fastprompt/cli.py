@@ -218,11 +218,11 @@ def _choose_kernels(name: str, has_gpu: bool) -> None:
     """The backend of fastprompt_kernels: what the variable FASTPROMPT_BACKEND says."""
     from fastprompt_kernels import set_backend
 
-    try:
-        set_backend(name)
-    except ValueError as error:
-        raise FastpromptError(f"FASTPROMPT_BACKEND: {error}") from None
     if name == "triton" and not has_gpu:
         raise FastpromptError(
             "FASTPROMPT_BACKEND=triton needs a CUDA or HIP GPU, and torch sees none; unset it, or choose torch"
         )
+    try:
+        set_backend(name)
+    except ValueError as error:
+        raise FastpromptError(f"FASTPROMPT_BACKEND: {error}") from None

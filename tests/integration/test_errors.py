@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+from fastprompt_kernels import get_backend
 from support import ROOT, deepspeed_command
 from support import run as run_command
 
@@ -201,6 +202,7 @@ def test_the_kernels_backend_is_checked_before_anything_is_read(monkeypatch, cap
     assert main(["train", "--recipe", "demo", "--train_file", absent, "--output_dir", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+    assert get_backend() == "auto"  # a refused choice does not stay
 
 
 def test_an_error_on_all_ranks_ends_the_launcher(tiny_bert, train_file, tmp_path):
