@@ -84,8 +84,8 @@ class Chunks:
 
     def __init__(self, query: Tensor, key: Tensor, hard_negative: Tensor | None, scalars: Scalars) -> None:
         self.scalars = scalars
-        self.dtype = torch.promote_types(query.dtype, torch.float32)
-        rows = [t.to(self.dtype).contiguous() for t in (query, key, hard_negative) if t is not None]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        rows = [t.to(dtype).contiguous() for t in (query, key, hard_negative) if t is not None]
         self.inverse = [inverse_norm(t) for t in rows]
         self.query, *self.columns = (t * i for t, i in zip(rows, self.inverse, strict=True))
         self.query.div_(scalars.temperature)
@@ -199,10 +199,10 @@ def rows_backward(
             rows, logits, _ = chunks.logits(start)
             certainty = torch.expm1(-loss[rows])  # −(1 − p) without cancellation
             if symmetric:
-                own = slice(rows.start, rows.stop)  # symmetric: positive_offset is 0
                 weights = (logits - log_sum_exp[rows].unsqueeze(1)).exp_().mul_(row_upstream[rows].unsqueeze(1))
                 weights.add_(logits.sub_(column_log_sum_exp).exp_().mul_(column_upstream))
-                certainty = certainty * row_upstream[rows] + torch.expm1(-column_loss[own]) * column_upstream[own]
+                # symmetric: positive_offset is 0, so a row's positive has the row's number
+                certainty = certainty * row_upstream[rows] + torch.expm1(-column_loss[rows]) * column_upstream[rows]
                 factor = logits.new_ones(1, 1)
             else:
                 weights = logits.sub_(log_sum_exp[rows].unsqueeze(1)).exp_()

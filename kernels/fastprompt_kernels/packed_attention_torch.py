@@ -51,8 +51,8 @@ def _pieces(cu_seqlens: Tensor, query_starts: Tensor, num_heads: int) -> Iterato
     lengths, queries = cu_seqlens.diff().tolist(), query_starts.diff().tolist()
     order = sorted((s for s in range(len(lengths)) if lengths[s] and queries[s]), key=lambda s: lengths[s])
     while order:
-        row_bytes = 4 * num_heads * lengths[order[-1]] * max(queries[s] for s in order[-16:])
-        count = max(1, SCORE_BYTES // row_bytes)
+        longest = lengths[order[-1]]
+        count = max(1, SCORE_BYTES // (4 * num_heads * longest * min(longest, max(queries))))
         numbers = torch.tensor(order[-count:], device=cu_seqlens.device)
         del order[-count:]
         keys = _rows(cu_seqlens, numbers)

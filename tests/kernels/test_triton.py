@@ -15,7 +15,7 @@ FLOATS = [("triton", dtype) for dtype in TRITON_DTYPES] + [
 BACKENDS = pytest.mark.parametrize(("backend", "dtype"), FLOATS, ids=lambda v: str(v).removeprefix("torch."))
 
 
-def compare(function, tensors, dtype, backend, layout="rows", skip_forward=()):
+def compare(function, tensors, dtype, backend, layout="rows"):
     """``function(backend, *tensors)`` gives a tuple of results; the first takes a random upstream gradient."""
     generator = torch.Generator().manual_seed(7)
     runs = []
