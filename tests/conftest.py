@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -36,6 +37,9 @@ from fastprompt.model.encoder import resolve_model
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
+# The same examples on every run, like every other seed here; `--hypothesis-profile=default` looks for new ones.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session")

@@ -53,6 +53,7 @@ INFO_NCE = {
     "one row, one column": (1, 1, 16, 0, {}),
     "one row, many columns": (1, 70, 24, 33, {}),
     "one row, one column, one feature": (1, 1, 1, 0, {}),
+    "rows of one feature": (10, 10, 1, 0, {}),
     "less than a tile": (5, 13, 7, 6, {}),
     "a row more than a tile": (33, 33, 17, 0, {}),
     "a row less than a tile": (31, 63, 15, 1, {}),
@@ -118,7 +119,7 @@ def test_info_nce_layouts(backend, layout):
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(batch=st.integers(1, 34), extra=st.integers(0, 34), width=st.integers(1, 70), data=st.data())
+@given(batch=st.integers(1, 34), extra=st.integers(0, 34), width=st.integers(2, 70), data=st.data())
 def test_info_nce_any_shape(batch, extra, width, data):
     offset = data.draw(st.integers(0, extra))
     options = {"hard": data.draw(st.booleans()), "reduction": data.draw(st.sampled_from(["mean", "sum", "none"]))}
