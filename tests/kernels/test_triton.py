@@ -15,8 +15,11 @@ FLOATS = [("triton", dtype) for dtype in TRITON_DTYPES] + [
 BACKENDS = pytest.mark.parametrize(("backend", "dtype"), FLOATS, ids=lambda v: str(v).removeprefix("torch."))
 
 
-def compare(function, tensors, dtype, backend, layout="rows"):
-    """``function(backend, *tensors)`` gives a tuple of results; the first takes a random upstream gradient."""
+def compare(function, tensors, dtype, backend, layout="rows", *, cancelled=None):
+    """``function(backend, *tensors)`` gives a tuple of results; the first takes a random upstream gradient.
+
+    ``cancelled``: for gradients that are zero, the size of the terms that cancel; their rounding is relative to it.
+    """
     generator = torch.Generator().manual_seed(7)
     runs = []
     for name, kind in ((backend, dtype), ("reference", dtype), ("reference", torch.float64)):
@@ -32,6 +35,8 @@ def compare(function, tensors, dtype, backend, layout="rows"):
         assert_near(f"result {i}", "forward", dtype, got, plain, exact)
     for i, (got, plain, exact) in enumerate(zip(*(r[1] for r in runs), strict=True)):
         assert got.dtype == dtype
+        if cancelled is not None:
+            got, plain, exact = got.double() / cancelled[i], plain.double() / cancelled[i], torch.zeros_like(exact)
         assert_near(f"gradient {i}", "gradient", dtype, got, plain, exact)
 
 
@@ -89,7 +94,10 @@ def run_info_nce(batch, columns, width, offset, options, backend, dtype, layout=
     def function(name, query, key, hard_negative):
         return info_nce(query, key, hard_negative=hard_negative, positive_offset=offset, backend=name, **options)
 
-    compare(function, tensors, dtype, backend, layout)
+    cancelled = None
+    if width == 1:  # cosines of single features are ±1: d cos / d row, up to 1 / ‖row‖, loses all to the projection
+        cancelled = [(1 / (options["temperature"] * t)).norm() for t in tensors if t is not None]
+    compare(function, tensors, dtype, backend, layout, cancelled=cancelled)
 
 
 @BACKENDS
@@ -119,7 +127,7 @@ def test_info_nce_layouts(backend, layout):
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(batch=st.integers(1, 34), extra=st.integers(0, 34), width=st.integers(2, 70), data=st.data())
+@given(batch=st.integers(1, 34), extra=st.integers(0, 34), width=st.integers(1, 70), data=st.data())
 def test_info_nce_any_shape(batch, extra, width, data):
     offset = data.draw(st.integers(0, extra))
     options = {"hard": data.draw(st.booleans()), "reduction": data.draw(st.sampled_from(["mean", "sum", "none"]))}
@@ -192,8 +200,9 @@ def test_prompt_info_nce(case, backend, dtype):
     compare(function, tensors, dtype, backend)
 
 
+# With one token all rows are equal, and with one feature all cosines are ±1: the gradient is zero, give or take rounding.
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(tokens=st.integers(1, 90), width=st.integers(2, 50), count=st.integers(1, 40), deltas=st.integers(1, 9))
+@given(tokens=st.integers(2, 90), width=st.integers(2, 50), count=st.integers(1, 40), deltas=st.integers(1, 9))
 def test_prompt_info_nce_any_shape(tokens, width, count, deltas):
     test_prompt_info_nce((tokens, width, (2, count), deltas, {}), "triton", torch.float32)
 
