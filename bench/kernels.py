@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastprompt_kernels import info_nce, mask_delta_pool, packed_attention, prompt_info_nce
+from fastprompt_kernels import dropout_add, info_nce, mask_delta_pool, packed_attention, prompt_info_nce
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -180,11 +180,26 @@ def make_packed_attention(sequences: int, heads: int, head_dim: int, dropout: in
     return [_rows(total, heads * head_dim, s).view(total, heads, head_dim) for s in (1, 2, 3)], contenders
 
 
+def make_dropout_add(tokens: int, width: int) -> tuple[list[Tensor], Contenders]:
+    """p = 0.1, as after each sub-layer of a transformer."""
+    upstream = _rows(tokens, width, 4).to(DEVICE)
+
+    def eager(hidden: Tensor, residual: Tensor) -> Tensor:
+        return ((F.dropout(hidden, 0.1) + residual) * upstream.to(hidden.dtype)).sum()
+
+    def ours(hidden: Tensor, residual: Tensor) -> Tensor:
+        return (dropout_add(hidden, residual, dropout_p=0.1, seed=3) * upstream.to(hidden.dtype)).sum()
+
+    contenders: Contenders = {OURS: ours, "eager torch": eager, COMPILED: _compiled(eager)}
+    return [_rows(tokens, width, 1), _rows(tokens, width, 2)], contenders
+
+
 MAKERS: dict[str, Callable[..., tuple[list[Tensor], Contenders]]] = {
     "info_nce": make_info_nce,
     "mask_delta_pool": make_mask_delta_pool,
     "prompt_info_nce": make_prompt_info_nce,
     "packed_attention": make_packed_attention,
+    "dropout_add": make_dropout_add,
 }
 SIZES: dict[str, dict[str, list[tuple[int, ...]]]] = {
     "cpu": {
@@ -192,18 +207,21 @@ SIZES: dict[str, dict[str, list[tuple[int, ...]]]] = {
         "mask_delta_pool": [(1024, 384)],
         "prompt_info_nce": [(1024, 384)],
         "packed_attention": [(128, 12, 32, 10), (512, 12, 32, 10)],
+        "dropout_add": [(4608, 384)],
     },
     "cuda": {
         "info_nce": [(256, 1024), (1024, 1024), (4096, 1024), (16384, 1024), (65536, 1024), (131072, 1024)],
         "mask_delta_pool": [(256, 1024), (1024, 1024)],
         "prompt_info_nce": [(256, 1024), (1024, 1024), (4096, 1024)],
         "packed_attention": [(256, 16, 64, 10), (512, 16, 64, 10), (512, 16, 64, 0)],
+        "dropout_add": [(16384, 1024)],
     },
     "quick": {
         "info_nce": [(300, 64)],
         "mask_delta_pool": [(64, 32)],
         "prompt_info_nce": [(64, 32)],
         "packed_attention": [(8, 2, 16, 0)],
+        "dropout_add": [(64, 32)],
     },
 }
 COMPILED = "torch.compile"
@@ -224,8 +242,8 @@ def _step(function: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tenso
 
 
 def measure_error(case: Case, skip: list[str]) -> dict[str, float | None]:
-    """Largest relative error of a gradient against eager float64, at up to 2,048 rows; None with dropout."""
-    if case.op == "packed_attention" and case.sizes[3]:
+    """Largest relative error of a gradient against eager float64, at up to 2,048 rows; none with dropout."""
+    if case.op == "dropout_add" or (case.op == "packed_attention" and case.sizes[3]):
         return {}
     small = Case(case.op, case.dtype, (min(case.sizes[0], 2048), *case.sizes[1:]))
     exact = _step(_inputs(small, torch.float64)[1]["eager torch"], _inputs(small, torch.float64)[0])[1:]

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastprompt_kernels import info_nce, mask_delta_pool, packed_attention, prompt_info_nce
+from fastprompt_kernels import dropout_add, info_nce, mask_delta_pool, packed_attention, prompt_info_nce
 from fastprompt_kernels.launcher import ARCHITECTURES, Launch, Pointer, recording
 from fastprompt_kernels.roofline import write_section
 
@@ -110,6 +110,12 @@ def _run_attention(
         out.backward(torch.empty_like(out))
 
 
+def _run_dropout_add(dtype: torch.dtype, width: int) -> None:
+    values, residual = (_meta(8192, width, dtype=dtype) for _ in range(2))
+    out = dropout_add(values, residual, dropout_p=0.1, seed=0, backend="triton")
+    out.backward(torch.empty_like(out))
+
+
 def _specimens() -> dict[str, tuple[Callable[[torch.dtype, int], None], tuple[int, ...]]]:
     """Calls of the public functions, forward and backward, and the widths to run them with."""
     specimens: dict[str, tuple[Callable[[torch.dtype, int], None], tuple[int, ...]]] = {
@@ -117,6 +123,7 @@ def _specimens() -> dict[str, tuple[Callable[[torch.dtype, int], None], tuple[in
         "symmetric": (lambda dtype, width: _run_info_nce(dtype, width, symmetric=True), WIDTHS),
         "rows": (lambda dtype, width: _run_info_nce(dtype, width, hard=True, reduction="none"), WIDTHS),
         "prompt": (_run_prompt, WIDTHS),
+        "dropout": (_run_dropout_add, WIDTHS),
     }
     for length, rows, dropouts in ((32, False, (0.0, 0.1)), (64, True, (0.1,)), (128, False, (0.1,))):
         specimens[f"attention {length}"] = (

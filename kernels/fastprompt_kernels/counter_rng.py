@@ -36,19 +36,30 @@ def keep_scale(dropout_p: float) -> float:
     return 65536 / (65536 - drop_threshold(dropout_p))
 
 
+def check_probability(op: str, dropout_p: float) -> None:
+    """Raise a ValueError unless ``dropout_p`` leaves something."""
+    if not 0 <= dropout_p < 1 or drop_threshold(dropout_p) == 65536:
+        raise ValueError(f"{op} wants 0 ≤ dropout_p < 1, got {dropout_p}")
+
+
 def keep_mask(seed: int, rows: Tensor, num_heads: int, num_columns: int, dropout_p: float) -> Tensor:
-    """bool, [num_heads, *rows.shape, num_columns]: which weights survive; ``rows`` are row numbers, int64."""
+    """Which weights survive, int16, 1 or 0, [*rows.shape[:-1], num_heads, rows.shape[-1], num_columns].
+
+    ``rows`` are row numbers, int64. (Not bool: a CPU takes six times as long to make it and to turn it into floats.)
+    """
     groups = (num_columns + 3) // 4
-    base = rows * (num_heads * COLUMN_GROUPS) + 1
-    heads = torch.arange(num_heads, device=rows.device) * COLUMN_GROUPS
-    counter = base + heads.view(-1, *[1] * rows.ndim)
-    z = counter.unsqueeze(-1) + torch.arange(groups, device=rows.device)
-    z.mul_(_signed(GAMMA)).add_(mix_seed(seed))
+    heads = torch.arange(num_heads, device=rows.device).unsqueeze(1) * COLUMN_GROUPS
+    counter = rows.unsqueeze(-2) * (num_heads * COLUMN_GROUPS) + heads + 1
+    first = counter.mul_(_signed(GAMMA)).add_(mix_seed(seed))
+    z = first.unsqueeze(-1) + torch.arange(groups, device=rows.device) * _signed(GAMMA)
+    shifted = torch.empty_like(z)
     for shift, factor in ((30, MIX_1), (27, MIX_2), (31, 1)):
-        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+        torch.bitwise_right_shift(z, shift, out=shifted)
+        z.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
         if factor != 1:
             z.mul_(_signed(factor))
-    return z.view(torch.int16)[..., :num_columns] >= drop_threshold(dropout_p) - 32768
+    draws = z.view(torch.int16)
+    return torch.ge(draws, drop_threshold(dropout_p) - 32768, out=draws)[..., :num_columns]
 
 
 def _signed(value: int) -> int:

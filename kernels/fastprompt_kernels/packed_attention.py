@@ -127,8 +127,7 @@ def _check(
             raise ValueError(
                 f"packed_attention wants one query a row of query_rows: {len(query)} for {tuple(query_rows.shape)}"
             )
-    if not 0 <= dropout_p < 1 or counter_rng.drop_threshold(dropout_p) == 65536:
-        raise ValueError(f"packed_attention wants 0 ≤ dropout_p < 1, got {dropout_p}")
+    counter_rng.check_probability("packed_attention", dropout_p)
     if max_seqlen < 1:
         raise ValueError(f"packed_attention wants max_seqlen ≥ 1, got {max_seqlen}")
 

@@ -2,79 +2,160 @@
 """Packed attention in torch: sequences of similar length side by side, recomputed in the backward.
 
 Sequences are sorted by length and cut into pieces whose scores fit into the cache; each piece is padded to its
-longest. Nothing of [sequences, heads, L, L] outlives its piece.
+longest. Nothing of [sequences, heads, L, L] outlives its piece. What lies where is worked out once for each
+``cu_seqlens``, since every layer of an encoder asks for the same.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastprompt_kernels import counter_rng
 
-SCORE_BYTES = 4 * 2**20
-"""Size of a piece's scores."""
+SCORE_BYTES = 2 * 2**20
+"""Size of a piece's scores in float32."""
+ALIGNMENT = 4
+"""Sequences are padded to a multiple of this: four dropout decisions come from one random number."""
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Where the rows of some sequences lie, padded to one length; padding repeats the sequence's last row."""
+class _Side:
+    """Rows of n sequences, padded to one length, head by head: [n, heads, L] rows of a [T · heads, head_dim] tensor.
 
-    index: Tensor  # [n, L] packed rows
+    Padding repeats the sequence's last row.
+    """
+
+    shape: tuple[int, int, int]
+    index: Tensor  # [n · heads · L]
     inside: Tensor  # [n, L]; False for padding
-    padded: bool
+    padding: Tensor | None  # the places of ``index`` that are padding; None when there is none
 
     def take(self, packed: Tensor) -> Tensor:
-        """[n, heads, L, head_dim]"""
-        return packed.index_select(0, self.index.flatten()).unflatten(0, self.index.shape).transpose(1, 2)
-
-    def put(self, packed: Tensor, values: Tensor) -> None:
-        """Write [n, heads, L, head_dim] to where they belong; padding has no place."""
-        rows, index = values.transpose(1, 2).flatten(0, 1), self.index.flatten()
-        if self.padded:
-            real = self.inside.flatten().nonzero().squeeze(1)
-            rows, index = rows.index_select(0, real), index.index_select(0, real)
-        packed.index_copy_(0, index, rows)
+        """[n · heads, L, head_dim]"""
+        n, heads, length = self.shape
+        return packed.reshape(-1, packed.shape[-1]).index_select(0, self.index).view(n * heads, length, -1)
 
 
-def _rows(starts: Tensor, numbers: Tensor) -> _Rows:
-    first = starts[numbers].unsqueeze(1)
-    lengths = starts[numbers + 1].unsqueeze(1) - first
-    place = torch.arange(int(lengths.max()), device=starts.device)
-    inside = place < lengths
-    return _Rows(first + torch.minimum(place, lengths - 1), inside, not bool(inside.all()))
+@dataclass(frozen=True)
+class _Piece:
+    queries: _Side
+    keys: _Side
+    bias: Tensor | None  # [n · heads, 1, L]: −inf for padding, else 0; None when there is no padding
+    rows: Tensor  # [n, M]: number in the packed batch of each query
+    begin: tuple[int, int]  # where its queries and its keys begin among those of all pieces
+
+    def bias_like(self, query: Tensor) -> Tensor:
+        return query.new_zeros(1, 1, 1) if self.bias is None else self.bias.to(query.dtype)
 
 
-def _pieces(cu_seqlens: Tensor, query_starts: Tensor, num_heads: int) -> Iterator[tuple[_Rows, _Rows]]:
-    """(queries, keys) of sequences whose scores fit into the cache together."""
-    lengths, queries = cu_seqlens.diff().tolist(), query_starts.diff().tolist()
+@dataclass(frozen=True)
+class _Plan:
+    pieces: list[_Piece]
+    sizes: tuple[int, int]  # places of all pieces' queries and keys
+    homes: tuple[Tensor, Tensor]  # for each row and head, its place among the queries and among the keys
+    silent: Tensor | None  # rows · heads of sequences without a query: no gradient comes to them
+    query_rows: Tensor | None  # kept alive, so that no other tensor takes its id
+
+
+_plans: Any = WeakIdKeyDictionary()
+
+
+def _plan(cu_seqlens: Tensor, query_rows: Tensor | None, num_heads: int) -> _Plan:
+    if cu_seqlens.is_inference() or (query_rows is not None and query_rows.is_inference()):
+        return _make_plan(cu_seqlens, query_rows, num_heads)
+    # In-place changes count up a tensor's version.
+    which = (num_heads, cu_seqlens._version, query_rows is not None and (id(query_rows), query_rows._version))
+    known = _plans.setdefault(cu_seqlens, {})
+    if which not in known:
+        known[which] = _make_plan(cu_seqlens, query_rows, num_heads)
+    plan: _Plan = known[which]
+    return plan
+
+
+def _make_plan(cu_seqlens: Tensor, query_rows: Tensor | None, num_heads: int) -> _Plan:
+    device = cu_seqlens.device
+    starts = cu_seqlens if query_rows is None else torch.searchsorted(query_rows, cu_seqlens)
+    lengths, queries = cu_seqlens.diff().tolist(), starts.diff().tolist()
     order = sorted((s for s in range(len(lengths)) if lengths[s] and queries[s]), key=lambda s: lengths[s])
+    pieces: list[_Piece] = []
+    begin = (0, 0)
     while order:
         longest = lengths[order[-1]]
         count = max(1, SCORE_BYTES // (4 * num_heads * longest * min(longest, max(queries))))
-        numbers = torch.tensor(order[-count:], device=cu_seqlens.device)
+        numbers = torch.tensor(order[-count:], device=device)
         del order[-count:]
-        keys = _rows(cu_seqlens, numbers)
-        yield keys if query_starts is cu_seqlens else _rows(query_starts, numbers), keys
+        key_side = _side(cu_seqlens, numbers, num_heads, ALIGNMENT)
+        query_side = key_side if query_rows is None else _side(starts, numbers, num_heads, 1)
+        bias = None
+        if key_side.padding is not None:
+            bias = torch.zeros(key_side.inside.shape, device=device).masked_fill_(~key_side.inside, float("-inf"))
+            bias = bias.repeat_interleave(num_heads, 0).unsqueeze(1)
+        rows = query_side.index.view(query_side.shape)[:, 0] // num_heads
+        rows = rows if query_rows is None else query_rows[rows]
+        pieces.append(_Piece(query_side, key_side, bias, rows, begin))
+        begin = (begin[0] + len(query_side.index), begin[1] + len(key_side.index))
+    num_rows = len(query_rows) if query_rows is not None else int(cu_seqlens[-1])
+    query_home, _ = _home([piece.queries for piece in pieces], num_rows * num_heads, device)
+    key_home, silent = query_home, None
+    if query_rows is not None:
+        key_home, silent = _home([piece.keys for piece in pieces], int(cu_seqlens[-1]) * num_heads, device)
+    return _Plan(pieces, begin, (query_home, key_home), silent, query_rows)
 
 
-def _weights(query: Tensor, key: Tensor, keys: _Rows, scale: float) -> Tensor:
-    """softmax(scale · Q Kᵀ), [n, heads, M, L], float32 or wider."""
-    scores = torch.matmul(query, key.transpose(2, 3)).mul_(scale)
-    if keys.padded:
-        bias = scores.new_zeros(keys.inside.shape).masked_fill_(~keys.inside, float("-inf"))
-        scores.add_(bias[:, None, None, :])
+def _side(starts: Tensor, numbers: Tensor, num_heads: int, alignment: int) -> _Side:
+    first = starts[numbers].unsqueeze(1)
+    lengths = starts[numbers + 1].unsqueeze(1) - first
+    place = torch.arange(-(-int(lengths.max()) // alignment) * alignment, device=starts.device)
+    inside = place < lengths
+    rows = (first + torch.minimum(place, lengths - 1)) * num_heads
+    index = rows.unsqueeze(1) + torch.arange(num_heads, device=starts.device).unsqueeze(1)
+    padding = None
+    if not bool(inside.all()):
+        padding = (~inside).unsqueeze(1).expand(index.shape).flatten().nonzero().squeeze(1)
+    return _Side((len(numbers), num_heads, len(place)), index.flatten(), inside, padding)
+
+
+def _home(sides: list[_Side], size: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Where each of ``size`` rows lies among the places of all sides; and the rows that lie nowhere."""
+    home = torch.full((size,), -1, device=device)
+    begin = 0
+    for side in sides:
+        real = side.inside.unsqueeze(1).expand(side.shape).flatten().nonzero().squeeze(1)
+        home[side.index[real]] = real + begin
+        begin += len(side.index)
+    nowhere = (home < 0).nonzero().squeeze(1)
+    return home.clamp_(min=0), nowhere if len(nowhere) else None
+
+
+def _unpad(padded: Tensor, home: Tensor, silent: Tensor | None, like: Tensor) -> Tensor:
+    """Rows at home again, in the shape of ``like``."""
+    if not len(padded):
+        return torch.zeros_like(like)
+    rows = padded.index_select(0, home)
+    return (rows if silent is None else rows.index_fill_(0, silent, 0.0)).view(like.shape)
+
+
+def _weights(query: Tensor, key: Tensor, piece: _Piece, scale: float) -> Tensor:
+    """softmax(scale · Q Kᵀ), [n · heads, M, L], float32 or wider."""
+    scores = torch.baddbmm(
+        piece.bias_like(query), query, key.transpose(1, 2), beta=int(piece.bias is not None), alpha=scale
+    )
     return torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 
-def _factor(
-    queries: _Rows, keys: _Rows, query_rows: Tensor | None, like: Tensor, dropout_p: float, seed: int
-) -> Tensor:
-    """Dropout's factor of each weight: 0, or what keeps the mean."""
-    rows = queries.index if query_rows is None else query_rows[queries.index]
-    keep = counter_rng.keep_mask(seed, rows, like.shape[1], keys.index.shape[1], dropout_p).transpose(0, 1)
-    return keep.to(torch.promote_types(like.dtype, torch.float32)).mul_(counter_rng.keep_scale(dropout_p))
+def _keep(piece: _Piece, dtype: torch.dtype, dropout_p: float, seed: int) -> Tensor:
+    """1 for the weights that dropout leaves, 0 for the others, [n · heads, M, L]."""
+    n, heads, length = piece.keys.shape
+    keep = counter_rng.keep_mask(seed, piece.rows, heads, length, dropout_p)
+    return keep.to(dtype).view(n * heads, -1, length)
+
+
+def _product(left: Tensor, right: Tensor, factor: float, out: Tensor) -> None:
+    """factor · left · right, written to ``out``."""
+    torch.baddbmm(out, left, right, beta=0, alpha=factor, out=out)
 
 
 def forward(
@@ -82,14 +163,22 @@ def forward(
     max_seqlen: int, scale: float, dropout_p: float, seed: int,
 ) -> Tensor:  # fmt: skip
     """See ``packed_attention``."""
-    out = query.new_empty(query.shape)
-    starts = cu_seqlens if query_rows is None else torch.searchsorted(query_rows, cu_seqlens)
-    for queries, keys in _pieces(cu_seqlens, starts, query.shape[1]):
-        weights = _weights(queries.take(query), keys.take(key), keys, scale)
+    plan = _plan(cu_seqlens, query_rows, query.shape[1])
+    padded = query.new_empty(plan.sizes[0], query.shape[2])
+    for piece in plan.pieces:
+        weights = _weights(piece.queries.take(query), piece.keys.take(key), piece, scale).to(query.dtype)
         if dropout_p > 0:
-            weights.mul_(_factor(queries, keys, query_rows, query, dropout_p, seed))
-        queries.put(out, torch.matmul(weights.to(query.dtype), keys.take(value)))
-    return out
+            weights.mul_(_keep(piece, query.dtype, dropout_p, seed))
+        _product(weights, piece.keys.take(value), counter_rng.keep_scale(dropout_p), _part(padded, piece, 0))
+    return _unpad(padded, plan.homes[0], None, query)
+
+
+def _part(padded: Tensor, piece: _Piece, which: int) -> Tensor:
+    """A piece's queries (0) or keys (1) in a buffer for all pieces, [n · heads, length, head_dim]."""
+    side = (piece.queries, piece.keys)[which]
+    begin = piece.begin[which]
+    n, heads, length = side.shape
+    return padded[begin : begin + len(side.index)].view(n * heads, length, -1)
 
 
 def backward(
@@ -97,23 +186,30 @@ def backward(
     max_seqlen: int, scale: float, dropout_p: float, seed: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value."""
-    query_gradient = query.new_empty(query.shape)
-    key_gradient, value_gradient = key.new_zeros(key.shape), value.new_zeros(value.shape)
-    starts = cu_seqlens if query_rows is None else torch.searchsorted(query_rows, cu_seqlens)
-    for queries, keys in _pieces(cu_seqlens, starts, query.shape[1]):
-        q, k, v, du = queries.take(query), keys.take(key), keys.take(value), queries.take(upstream)
-        if queries.padded:
-            du.masked_fill_(~queries.inside[:, None, :, None], 0.0)
-        weights = _weights(q, k, keys, scale)
-        dropped = weights
-        weight_gradient = torch.matmul(du, v.transpose(2, 3)).to(weights.dtype)
+    plan = _plan(cu_seqlens, query_rows, query.shape[1])
+    query_gradient = query.new_empty(plan.sizes[0], query.shape[2])
+    key_gradient, value_gradient = key.new_empty(2, plan.sizes[1], key.shape[2])
+    factor = counter_rng.keep_scale(dropout_p)
+    for piece in plan.pieces:
+        q, k, v = piece.queries.take(query), piece.keys.take(key), piece.keys.take(value)
+        du = piece.queries.take(upstream)
+        if piece.queries.padding is not None:
+            du.view(-1, du.shape[-1]).index_fill_(0, piece.queries.padding, 0.0)
+        weights = _weights(q, k, piece, scale)
+        dropped = weights.to(query.dtype)
+        weight_gradient = torch.bmm(du, v.transpose(1, 2))
         if dropout_p > 0:
-            factor = _factor(queries, keys, query_rows, query, dropout_p, seed)
-            dropped = weights * factor
-            weight_gradient.mul_(factor)
-        keys.put(value_gradient, torch.matmul(dropped.to(query.dtype).transpose(2, 3), du))
-        score_gradient = torch.ops.aten._softmax_backward_data(weight_gradient, weights, -1, weights.dtype)
-        score_gradient = score_gradient.mul_(scale).to(query.dtype)
-        queries.put(query_gradient, torch.matmul(score_gradient, k))
-        keys.put(key_gradient, torch.matmul(score_gradient.transpose(2, 3), q))
-    return query_gradient, key_gradient, value_gradient
+            keep = _keep(piece, query.dtype, dropout_p, seed)
+            dropped = dropped * keep
+            weight_gradient.mul_(keep)
+        _product(dropped.transpose(1, 2), du, factor, _part(value_gradient, piece, 1))
+        score_gradient = torch.ops.aten._softmax_backward_data(
+            weight_gradient.to(weights.dtype), weights, -1, weights.dtype
+        ).to(query.dtype)
+        _product(score_gradient, k, scale * factor, _part(query_gradient, piece, 0))
+        _product(score_gradient.transpose(1, 2), q, scale * factor, _part(key_gradient, piece, 1))
+    return (
+        _unpad(query_gradient, plan.homes[0], None, query),
+        _unpad(key_gradient, plan.homes[1], plan.silent, key),
+        _unpad(value_gradient, plan.homes[1], plan.silent, value),
+    )

@@ -20,25 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastprompt_kernels import counter_rng
+from fastprompt_kernels.counter_rng_triton import keep_mask
 from fastprompt_kernels.launcher import Tile, architecture, launch
-
-_GAMMA = tl.constexpr(counter_rng.GAMMA)
-_MIX_1 = tl.constexpr(counter_rng.MIX_1)
-_MIX_2 = tl.constexpr(counter_rng.MIX_2)
-_COLUMN_GROUPS = tl.constexpr(counter_rng.COLUMN_GROUPS)
-
-
-@triton.jit
-def _keep(seed, rows, columns, head, num_heads, threshold):
-    """See counter_rng: bool [M, N] for row numbers [M] and columns [N]."""
-    base = (rows.to(tl.int64) * num_heads + head) * _COLUMN_GROUPS + 1
-    counter = base[:, None] + (columns // 4).to(tl.int64)[None, :]
-    z = counter.to(tl.uint64) * _GAMMA + seed.to(tl.uint64)
-    z = (z ^ (z >> 30)) * _MIX_1
-    z = (z ^ (z >> 27)) * _MIX_2
-    z = z ^ (z >> 31)
-    lane = (z >> ((columns % 4) * 16).to(tl.uint64)[None, :]).to(tl.int32) & 0xFFFF
-    return (lane ^ 0x8000) >= threshold
 
 
 @triton.jit
@@ -102,7 +85,9 @@ def _packed_attention_fwd_kernel(
             shrink = tl.exp2(highest - higher)
             total = total * shrink + tl.sum(weights, 1)
             if DROPOUT:
-                weights = tl.where(_keep(seed, numbers, n, head, num_heads, threshold), weights * dropout_scale, 0.0)
+                weights = tl.where(
+                    keep_mask(seed, numbers, n, head, num_heads, threshold), weights * dropout_scale, 0.0
+                )
             out = tl.dot(weights.to(value.dtype), value, out * shrink[:, None], input_precision="ieee")
             highest = higher
         _store(out_ptr, out / total[:, None], m, out_stride, head, out_head_stride, d, inside_q)
@@ -145,7 +130,7 @@ def _packed_attention_bwd_kernel(
             numbers = m
             if HAS_ROWS:
                 numbers = tl.load(query_rows_ptr + m, mask=inside_m, other=0)
-            keep = _keep(seed, numbers, n, head, num_heads, threshold)
+            keep = keep_mask(seed, numbers, n, head, num_heads, threshold)
             dropped = tl.where(keep, weights * dropout_scale, 0.0)
             weight_gradient = tl.where(keep, weight_gradient * dropout_scale, 0.0)
         # Rows outside have a zero upstream gradient, so they add nothing.
@@ -203,7 +188,7 @@ def _packed_attention_query_bwd_kernel(
                 scores = _scores(query, key, inside_n, scale)
                 weight_gradient = tl.dot(upstream, tl.trans(value), input_precision="ieee")
                 if DROPOUT:
-                    keep = _keep(seed, numbers, n, head, num_heads, threshold)
+                    keep = keep_mask(seed, numbers, n, head, num_heads, threshold)
                     weight_gradient = tl.where(keep, weight_gradient * dropout_scale, 0.0)
                 if sweep == 0:
                     higher = tl.maximum(highest, tl.max(scores, 1))
@@ -263,7 +248,7 @@ def _packed_attention_key_bwd_kernel(
             numbers = m
             if HAS_ROWS:
                 numbers = tl.load(query_rows_ptr + m, mask=inside_m, other=0)
-            keep = _keep(seed, numbers, n, head, num_heads, threshold)
+            keep = keep_mask(seed, numbers, n, head, num_heads, threshold)
             dropped = tl.where(keep, weights * dropout_scale, 0.0)
             weight_gradient = tl.where(keep, weight_gradient * dropout_scale, 0.0)
         value_gradient = tl.dot(

@@ -27,6 +27,8 @@ FORBIDDEN = {
     "fastprompt_kernels.prompt_info_nce": ("triton",),
     "fastprompt_kernels.packed_attention": ("triton",),
     "fastprompt_kernels.packed_attention_torch": ("triton",),
+    "fastprompt_kernels.dropout_add": ("triton",),
+    "fastprompt_kernels.counter_rng": ("triton",),
 }
 ONLY_IN = {"deepspeed": ("fastprompt.engine",), "transformers": ("fastprompt.model", "fastprompt.cli")}
 

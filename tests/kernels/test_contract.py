@@ -8,6 +8,7 @@ import pytest
 import torch
 from fastprompt_kernels import (
     dispatch,
+    dropout_add,
     get_backend,
     info_nce,
     launcher,
@@ -69,6 +70,9 @@ def calls(dtype=torch.float32):
         "packed_attention": (
             lambda b: packed_attention(*states, starts, max_seqlen=19, dropout_p=0.2, seed=3, backend=b).square().sum(),
             tuple(states),
+        ),
+        "dropout_add": (
+            lambda b: dropout_add(query, hard[:40], dropout_p=0.2, seed=3, backend=b).square().sum(), (query, hard),
         ),
     }  # fmt: skip
 
@@ -148,6 +152,8 @@ def test_opcheck(backend):
         (ops.prompt_info_nce_sum, (hidden, picks, which, deltas, 2, 0.05, 0.0, 0.0, backend)),
         (ops.prompt_info_nce_rows, (hidden, picks, which, deltas, 2, 0.05, 0.0, 0.0, False, backend)),
         (ops.packed_attention, (*states, starts, None, 4, 0.3, 0.1, 5, backend)),
+        (ops.dropout_add, (query, query.detach() * 2, 0.1, 5, backend)),
+        (ops.dropout_add, (query, None, 0.1, 5, backend)),
     ]
     fixed = [t.detach() for t in (query, key, hidden, *states)]
     query, key, hidden, *states = fixed
@@ -156,6 +162,7 @@ def test_opcheck(backend):
         (ops.project_rows, (query, query, query[:, :1].clone(), torch.ones((), device=DEVICE), backend)),
         (ops.scatter_rows, (hidden[:4], picks, which, None, 12, 3, torch.float32, True, backend)),
         (ops.packed_attention_backward, (states[0], *states, starts, None, 4, 0.3, 0.1, 5, backend)),
+        (ops.dropout_add_backward, (query, torch.ones(query.shape, dtype=torch.int8, device=DEVICE), 0.1, 5, backend)),
         (ops.prompt_info_nce_rows_gradient, (row[:2], column, hidden, picks, None, None, row[:2], row[:2] + 3, column, column, 2, 0.05, 0.0, 0.0, backend)),
     ]  # fmt: skip
     for op, arguments in samples:
@@ -340,6 +347,16 @@ def test_dropout_depends_on_seed_and_place_only(backend):
     assert not torch.allclose(out, packed_attention(query, key, value, starts, seed=4, **common))
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_dropout_add_draws_the_same_on_every_backend(backend):
+    (values,) = tensors((50, 37))
+    kept = [dropout_add(values, None, dropout_p=0.3, seed=3, backend=b) != 0 for b in (backend, "reference")]
+    assert torch.equal(*kept)
+    part = dropout_add(values[:20], None, dropout_p=0.3, seed=3, backend=backend)
+    assert torch.equal(part != 0, kept[0][:20])
+    assert not torch.equal(dropout_add(values, None, dropout_p=0.3, seed=4, backend=backend) != 0, kept[0])
+
+
 def test_dropout_keeps_the_right_share_independently():
     from fastprompt_kernels.counter_rng import keep_mask, keep_scale
 
@@ -513,6 +530,10 @@ def other_dtype(t):
         (lambda q, k, h: packed_attention(h[:2], h, h, index(0, 4), max_seqlen=4, query_rows=index(1)), ValueError, "one query a row"),
         (lambda q, k, h: packed_attention(h[:2], h, h, index(0, 4), max_seqlen=4, query_rows=index(1, 1)), ValueError, "each row once"),
         (lambda q, k, h: packed_attention(h[:2], h, h, index(0, 4), max_seqlen=4, query_rows=index(1, 4)), IndexError, "0 … 3"),
+        (lambda q, k, h: dropout_add(q, k[:2], dropout_p=0.1, seed=0), ValueError, r"residual \[T, H\], got \(4, 8\) and \(2, 8\)"),
+        (lambda q, k, h: dropout_add(q, other_dtype(k), dropout_p=0.1, seed=0), ValueError, "one dtype: hidden_states"),
+        (lambda q, k, h: dropout_add(q, k, dropout_p=1.0, seed=0), ValueError, "dropout_add wants 0 ≤ dropout_p < 1"),
+        (lambda q, k, h: dropout_add(q.new_zeros(1, 65537), None, dropout_p=0.1, seed=0), ValueError, "up to 65536 values"),
     ],
 )  # fmt: skip
 def test_errors(function, error, message):

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from fastprompt_kernels import info_nce, mask_delta_pool, packed_attention, prompt_info_nce
+from fastprompt_kernels import dropout_add, info_nce, mask_delta_pool, packed_attention, prompt_info_nce
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_checks import DEVICE, TRITON_DTYPES, assert_near, guarded
@@ -269,3 +269,52 @@ def test_packed_attention_backward_for_long_sequences_and_wide_heads():
 def test_packed_attention_any_shape(lengths, head_dim):
     for dtype in (torch.float32, torch.float16):  # two backward designs
         run_attention(tuple(lengths), 2, head_dim, None, 0.2, "triton", dtype, max_seqlen=50)
+
+
+# tokens, width, residual, dropout
+DROPOUT_ADD = {
+    "one value": (1, 1, True, 0.5),
+    "one row": (1, 384, True, 0.1),
+    "no residual": (37, 48, False, 0.1),
+    "odd width": (37, 51, True, 0.1),
+    "width 3, less than a random number": (20, 3, True, 0.3),
+    "width 1000": (7, 1000, True, 0.1),
+    "width 1024": (9, 1024, True, 0.1),
+    "wider than a block": (2, 5000, True, 0.1),
+    "several blocks of rows": (300, 40, True, 0.1),
+    "nearly all": (30, 40, True, 0.99),
+    "nearly none": (30, 40, True, 1e-4),
+    "none": (30, 40, True, 0.0),
+}
+
+
+def run_dropout_add(tokens, width, residual, dropout_p, backend, dtype, layout="rows"):
+    tensors = [rows(tokens, width, 1), rows(tokens, width, 2) if residual else None]
+
+    def function(name, values, addend):
+        return (dropout_add(values, addend, dropout_p=dropout_p, seed=5, backend=name),)
+
+    compare(function, tensors, dtype, backend, layout)
+
+
+@BACKENDS
+@pytest.mark.parametrize("case", DROPOUT_ADD)
+def test_dropout_add(case, backend, dtype):
+    run_dropout_add(*DROPOUT_ADD[case], backend, dtype)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_dropout_add_layouts(backend, layout):
+    run_dropout_add(33, 40, True, 0.1, backend, torch.float32, layout)
+
+
+def test_dropout_add_in_chunks(monkeypatch):
+    monkeypatch.setitem(dropout_add.__globals__, "CHUNK", 200)
+    run_dropout_add(33, 40, True, 0.1, "torch", torch.float32)
+
+
+@settings(max_examples=10, deadline=None)
+@given(tokens=st.integers(0, 60), width=st.integers(1, 80), residual=st.booleans())
+def test_dropout_add_any_shape(tokens, width, residual):
+    run_dropout_add(tokens, width, residual, 0.3, "triton", torch.float32)
