@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,9 +25,8 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn import functional as F
 
-RESULTS = Path(__file__).parent / "results"
-ROOT = Path(__file__).parents[1]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from bench.harness import DEVICE, RESULTS, environment, peak_mib, record, run_worker
+
 OURS = "fastprompt"
 ERROR_LIMIT = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 """Of our gradients against float64; beyond it something is broken, and a time would mean nothing."""
@@ -284,61 +279,14 @@ def measure_memory(case: Case, contender: str) -> float:
     tensors, contenders = _inputs(case)
     warm = Case(case.op, case.dtype, (8, *case.sizes[1:]))
     _step(_inputs(warm)[1][contender], _inputs(warm)[0])  # libraries and thread pools
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        _step(contenders[contender], tensors)
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _status_kib("VmRSS")
-    _step(contenders[contender], tensors)
-    return (_status_kib("VmHWM") - before) / 1024
-
-
-def _status_kib(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def environment() -> dict[str, str]:
-    """Hardware, versions and commit, for every file of results."""
-
-    def installed(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return "not installed"
-
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.processor(),
-    )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    return {
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else f"{cpu}, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        **{name: installed(name) for name in ("torch", "triton", "inf-cl", "memeff")},
-        "commit": commit.strip() or "unknown",
-        "command": "python -m bench.kernels " + " ".join(sys.argv[1:]),
-    }
+    return peak_mib(lambda: _step(contenders[contender], tensors))
 
 
 def worker(what: str, case: Case, *more: Any) -> Any:
     """Run one measurement in a process of its own."""
     task = json.dumps({"what": what, "case": asdict(case), "more": more})
-    command = [sys.executable, "-m", "bench.kernels", "--worker", task]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if result.returncode != 0:
-        if "out of memory" in result.stderr.lower() or "alloc" in result.stderr or result.returncode == -9:
-            return "out of memory"
-        raise SystemExit(f"{case.name}: measuring {what} failed\n{result.stderr[-3000:]}")
-    return json.loads(result.stdout.splitlines()[-1])
+    result = run_worker("bench.kernels", task)
+    return "out of memory" if result is None else json.loads(result.stdout.splitlines()[-1])
 
 
 def run_case(case: Case, skip: list[str], seconds: float) -> list[dict[str, Any]]:
@@ -385,18 +333,6 @@ def to_markdown(environment: dict[str, str], rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def kept_rows(path: Path, about: dict[str, str], measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of an earlier run on the same machine with the same versions that this run did not measure again."""
-    if not path.exists():
-        return []
-    earlier = json.loads(path.read_text())
-    if any(earlier["environment"].get(k) != about[k] for k in about if k not in ("commit", "command")):
-        return []
-    again = {(row["op"], row["dtype"], *row["sizes"]) for row in measured}
-    kept = [{"commit": earlier["environment"]["commit"], **row} for row in earlier["rows"]]
-    return [row for row in kept if (row["op"], row["dtype"], *row["sizes"]) not in again]
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__.split("\n\n")[0])
@@ -433,17 +369,9 @@ def main() -> None:
             progress.update(bar, description=case.name)
             rows += run_case(case, [COMPILED] if options.quick else [], options.seconds)
             progress.advance(bar)
-    about = environment()
-    rows = [{**row, "commit": about["commit"]} for row in rows]
-    options.output_dir.mkdir(parents=True, exist_ok=True)
+    about = environment("bench.kernels", ("torch", "triton", "inf-cl", "memeff"))
     name = f"kernels-{'quick-' if options.quick else ''}{DEVICE}"
-    rows = kept_rows(options.output_dir / f"{name}.json", about, rows) + rows
-    (options.output_dir / f"{name}.json").write_text(
-        json.dumps({"environment": about, "rows": rows}, indent=1) + "\n"
-    )
-    text = to_markdown(about, rows)
-    (options.output_dir / f"{name}.md").write_text(text)
-    print(text)
+    print(record(options.output_dir / name, about, rows, ("op", "dtype", "sizes"), to_markdown))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from fastprompt.prompts import EXAMPLE
 
 POOLINGS = ("mask", "mean", "cls")
 HEADS = ("none", "tanh_mlp", "mlm_transform")
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "bf16_autocast", "fp16")
 METRICS = {"eval_stsb_spearman": "sts_dir", "eval_mrr": "eval_file"}
 """Metrics that can choose the best checkpoint, and the setting that each of them needs."""
 
@@ -87,6 +87,7 @@ class TrainConfig:
     head: str = _setting("tanh_mlp", "projection head", choices=HEADS)
     head_at_evaluation: bool = _setting(False, "keep the head when encoding")
     delta: bool = _setting(True, "subtract the template's own [MASK] state in training")
+    freeze_delta: bool = _setting(False, "let no gradient flow through the delta (published: it flows)")
     delta_at_evaluation: bool = _setting(False, "subtract it when encoding too")
     final_period: bool = _setting(True, "when encoding, add '.' to sentences that end in none of .?\"'")
     dropout: float | None = _setting(None, "dropout of the encoder; the model's own when not given")
@@ -110,8 +111,18 @@ class TrainConfig:
     gradient_clipping: float = _setting(1.0, "largest gradient norm; 0 switches clipping off")
     num_train_epochs: float = _setting(1.0, "passes over the training file")
     max_steps: int | None = _setting(None, "optimizer steps; overrides num_train_epochs")
-    precision: str = _setting("bf16", "bf16 and fp16 keep float32 master weights", choices=PRECISIONS)
-    gradient_checkpointing: bool = _setting(False, "recompute activations in the backward pass to save memory")
+    precision: str = _setting(
+        "bf16",
+        "bf16 and fp16 keep float32 master weights in the optimizer; bf16_autocast casts float32 weights at each use",
+        choices=PRECISIONS,
+    )
+    gradient_checkpointing: bool = _setting(False, "keep only the layers' inputs and recompute the rest: less memory")
+    tokens_per_micro_batch: int | None = _setting(
+        None,
+        "send at most this many tokens through the encoder at a time and recompute them in the backward pass: memory "
+        "no longer grows with the batch; the loss still sees all of it",
+    )
+    compile: bool = _setting(False, "put the encoder's layers through torch.compile")
     deepspeed_config: str | None = _setting(
         None, "DeepSpeed JSON file; ZeRO stage 1 when not given", free_on_resume=True
     )
@@ -135,6 +146,9 @@ class TrainConfig:
     logging_steps: int = _setting(10, "log loss and learning rate every this many steps", free_on_resume=True)
     output_dir: str = _setting("runs/train", "where checkpoints and logs go", free_on_resume=True)
     seed: int = _setting(42, "seed of data order, head initialisation and dropout")
+    profile: int = _setting(
+        0, "profile this many steps: a table of stages and a Chrome trace in output_dir", free_on_resume=True
+    )
     deterministic: bool = _setting(False, "only deterministic algorithms: same bits on the same hardware")
 
     def __post_init__(self) -> None:
@@ -149,7 +163,7 @@ class TrainConfig:
         for name in ("learning_rate", "temperature", "num_train_epochs", "adam_epsilon"):
             if not getattr(self, name) > 0:
                 raise FastpromptError(f"{name} is {getattr(self, name)}; it must be greater than 0")
-        for name in ("warmup_steps", "eval_steps", "save_steps", "gradient_clipping", "weight_decay"):
+        for name in ("warmup_steps", "eval_steps", "save_steps", "gradient_clipping", "weight_decay", "profile"):
             if getattr(self, name) < 0:
                 raise FastpromptError(f"{name} is {getattr(self, name)}; it must not be negative")
         if not 0 <= self.seed < 2**32:
@@ -158,6 +172,10 @@ class TrainConfig:
             raise FastpromptError(f"max_steps is {self.max_steps}; it must be at least 1")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise FastpromptError(f"dropout is {self.dropout}; it must lie in [0, 1)")
+        if self.freeze_delta and not self.delta:
+            raise FastpromptError(
+                "freeze_delta without delta freezes nothing; set delta to true or drop freeze_delta"
+            )
         if self.global_batch_size // self.gradient_accumulation_steps < 2:
             raise FastpromptError(
                 f"global_batch_size {self.global_batch_size} over {self.gradient_accumulation_steps} accumulation "

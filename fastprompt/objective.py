@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from fastprompt_kernels import info_nce, prompt_info_nce
 from torch import Tensor, nn
 
 from fastprompt.data.batching import ContrastiveBatch
 from fastprompt.distributed import gather_rows, rank
 from fastprompt.model.encoder import PromptEncoder
+from fastprompt.profiling import stage
 
 
 class PromptObjective(nn.Module):
@@ -25,10 +27,19 @@ class PromptObjective(nn.Module):
         encoder: encodes the prompts.
         temperature: τ of InfoNCE.
         hard_negative_weight: added to the logit of a sentence's own hard negative.
+        autocast: compute in bf16 with float32 weights (``torch.autocast``).
     """
 
-    def __init__(self, encoder: PromptEncoder, *, temperature: float, hard_negative_weight: float = 0.0) -> None:
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        *,
+        temperature: float,
+        hard_negative_weight: float = 0.0,
+        autocast: bool = False,
+    ) -> None:
         super().__init__()
+        self.autocast = autocast
         self.encoder = encoder
         self.temperature = temperature
         self.hard_negative_weight = hard_negative_weight
@@ -39,6 +50,11 @@ class PromptObjective(nn.Module):
         It is scaled so that its *average* over ranks is the global batch's mean loss, and the average of the ranks'
         gradients (which is what ZeRO forms) the gradient of that mean, also when ranks hold unequal numbers of rows.
         """
+        # Here and not around the engine, which switches it off inside.
+        with torch.autocast(batch.prompts.input_ids.device.type, torch.bfloat16, enabled=self.autocast):
+            return self._loss(batch)
+
+    def _loss(self, batch: ContrastiveBatch) -> Tensor:
         counts = batch.rows_per_rank
         settings: dict[str, Any] = {
             "temperature": self.temperature,
@@ -50,14 +66,16 @@ class PromptObjective(nn.Module):
             hidden, rows, deltas = self.encoder.pool_inputs(batch.prompts)
             shape, which = (batch.num_views, -1), batch.prompts.delta_index
             which = None if which is None else which.view(shape)
-            return prompt_info_nce(hidden, rows.view(shape), which, deltas, **settings).loss / counts[0]
+            with stage("tail"):
+                return prompt_info_nce(hidden, rows.view(shape), which, deltas, **settings).loss / counts[0]
         embeddings = self.encoder(batch.prompts, with_head=True)
         views = embeddings.view(batch.num_views, -1, embeddings.shape[-1])
-        output = info_nce(
-            views[0],
-            gather_rows(views[1], counts),
-            positive_offset=sum(counts[: rank()]),
-            hard_negative=gather_rows(views[2], counts) if batch.num_views == 3 else None,
-            **settings,
-        )
-        return output.loss * (len(counts) / sum(counts))
+        with stage("tail"):
+            output = info_nce(
+                views[0],
+                gather_rows(views[1], counts),
+                positive_offset=sum(counts[: rank()]),
+                hard_negative=gather_rows(views[2], counts) if batch.num_views == 3 else None,
+                **settings,
+            )
+            return output.loss * (len(counts) / sum(counts))

@@ -10,8 +10,9 @@ the template's tokens are the same whatever the sentence is.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -217,73 +218,140 @@ class PromptTokenizer:
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """Sequences that go through the encoder together: a run of a packed batch. All bounds are plain integers.
+
+    Attributes:
+        sequences: (first, one past the last) sequence.
+        tokens: (first, one past the last) token.
+        max_seqlen: the longest of its sequences.
+        frozen: no gradient is wanted of them.
+    """
+
+    sequences: tuple[int, int]
+    tokens: tuple[int, int]
+    max_seqlen: int
+    frozen: bool
+
+
+@dataclass(frozen=True)
 class PackedBatch:
-    """Sequences laid end to end, without padding: first the N sentences, then the K deltas they need.
+    """Sequences laid end to end, without padding: N sentences, longest first, then the K deltas that they need.
+
+    Similar lengths lie side by side, so that a run of sequences (a micro-batch, or what attention pads together on a
+    CPU) wastes little.
 
     Attributes:
         input_ids: [T], int64.
         position_ids: [T], int64, from 0 (a model's own position offset is the model's business).
         cu_seqlens: [N + K + 1], int64; sequence s is tokens cu_seqlens[s] : cu_seqlens[s + 1].
-        mask_index: [N + K], int64; index into the T tokens of each sequence's mask token.
+        mask_index: [N + K], int64, ascending; the token of each sequence's mask.
+        sequence_index: [N + K], int64; which sequence each sentence is, in the order given, then each delta.
         delta_index: [N], int64, which of the K deltas belongs to each sentence; None when there are no deltas.
         num_sentences: N.
-        max_seqlen: the longest sequence.
+        micro_batches: what goes through the encoder together.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
     mask_index: Tensor
+    sequence_index: Tensor
     delta_index: Tensor | None
     num_sentences: int
-    max_seqlen: int
+    micro_batches: tuple[MicroBatch, ...]
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on ``device``."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=True)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch in page-locked memory, from where a GPU fetches it while it computes."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
+        changed: dict[str, Any] = {
+            field.name: function(value)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **changed)
 
 
-def pack_prompts(prompts: Sequence[PromptTokens], sentences: Sequence[TokenIds], *, delta: bool) -> PackedBatch:
-    """Lay sentence i, in ``prompts[i]``, and the distinct deltas of the batch end to end.
+def pack_prompts(
+    prompts: Sequence[PromptTokens],
+    sentences: Sequence[TokenIds],
+    *,
+    delta: bool,
+    freeze_delta: bool = False,
+    num_micro_batches: int = 1,
+) -> PackedBatch:
+    """Lay the sentences, sentence i in ``prompts[i]``, and the distinct deltas of the batch end to end.
 
     Args:
         prompts: N tokenised templates, one a sentence.
         sentences: N arrays of token ids; an empty one is an empty sentence.
         delta: whether to add one delta sequence for each distinct (template, sentence length).
+        freeze_delta: whether the deltas are a micro-batch of their own, of which no gradient is wanted.
+        num_micro_batches: how many micro-batches of about equal numbers of tokens to cut the sequences into; the
+            frozen deltas not counted.
+
+    Raises:
+        ValueError: fewer sequences than micro-batches.
     """
-    input_ids: list[TokenIds | tuple[int, ...]] = []
-    position_ids: list[TokenIds] = []
-    lengths: list[int] = []
-    mask_offsets: list[int] = []
     deltas: dict[tuple[PromptTokens, int], int] = {}
     delta_index: list[int] = []
+    sequences: list[tuple[PromptTokens, TokenIds | None, int]] = []
     for prompt, sentence in zip(prompts, sentences, strict=True):
-        n = len(sentence)
-        input_ids += [prompt.prefix, sentence, prompt.suffix]
-        position_ids.append(np.arange(len(prompt) + n))
-        lengths.append(len(prompt) + n)
-        mask_offsets.append(prompt.mask_position(n))
+        sequences.append((prompt, sentence, len(sentence)))
         if delta:
-            delta_index.append(deltas.setdefault((prompt, n), len(deltas)))
-    for prompt, n in deltas:
-        positions = np.arange(len(prompt))
-        positions[len(prompt.prefix) :] += n
-        input_ids += [prompt.prefix, prompt.suffix]
+            delta_index.append(deltas.setdefault((prompt, len(sentence)), len(deltas)))
+    sequences += [(prompt, None, n) for prompt, n in deltas]
+    lengths = np.array([len(p) + (0 if ids is None else n) for p, ids, n in sequences], dtype=np.int64)
+    num_sentences = len(sentences)
+    # Stable: equal lengths keep their order, so a batch is laid out in one way only.
+    order = np.lexsort((np.arange(len(lengths)), -lengths, np.arange(len(lengths)) >= num_sentences))
+    input_ids: list[TokenIds | tuple[int, ...]] = []
+    position_ids: list[TokenIds] = []
+    mask_offsets = np.empty(len(order), dtype=np.int64)
+    for place, number in enumerate(order):
+        prompt, ids, n = sequences[number]
+        positions = np.arange(lengths[number])
+        if ids is None:
+            positions[len(prompt.prefix) :] += n
         position_ids.append(positions)
-        lengths.append(len(prompt))
-        mask_offsets.append(prompt.mask_index)
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+        input_ids += [prompt.prefix, prompt.suffix] if ids is None else [prompt.prefix, ids, prompt.suffix]
+        mask_offsets[place] = prompt.mask_index if ids is None else prompt.mask_position(n)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths[order])])
+    sequence_index = np.empty(len(order), dtype=np.int64)
+    sequence_index[order] = np.arange(len(order))
     return PackedBatch(
         input_ids=torch.from_numpy(np.concatenate(input_ids, dtype=np.int64)),
         position_ids=torch.from_numpy(np.concatenate(position_ids, dtype=np.int64)),
-        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int64)),
-        mask_index=torch.from_numpy(cu_seqlens[:-1] + np.asarray(mask_offsets, dtype=np.int64)),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        mask_index=torch.from_numpy(cu_seqlens[:-1] + mask_offsets),
+        sequence_index=torch.from_numpy(sequence_index),
         delta_index=torch.tensor(delta_index, dtype=torch.int64) if delta else None,
-        num_sentences=len(sentences),
-        max_seqlen=max(lengths),
+        num_sentences=num_sentences,
+        micro_batches=_cut(cu_seqlens, num_sentences if freeze_delta else len(order), num_micro_batches),
     )
+
+
+def _cut(cu_seqlens: npt.NDArray[np.int64], trained: int, count: int) -> tuple[MicroBatch, ...]:
+    """``count`` runs of the first ``trained`` sequences, cut where the tokens are even, and one of the others."""
+
+    def run(first: int, last: int, frozen: bool) -> MicroBatch:
+        bounds = cu_seqlens[first : last + 1]
+        return MicroBatch((first, last), (int(bounds[0]), int(bounds[-1])), int(np.diff(bounds).max()), frozen)
+
+    if trained < count:
+        raise ValueError(f"{trained} sequences cannot be cut into {count} micro-batches")
+    shares = cu_seqlens[trained] * np.arange(1, count) / count
+    # Every micro-batch gets a sequence: ranks that gather weights together run equally many.
+    cuts = [0, *np.searchsorted(cu_seqlens[: trained + 1], shares), trained]
+    for i in range(1, count):
+        cuts[i] = min(max(int(cuts[i]), cuts[i - 1] + 1), trained - (count - i))
+    parts = [run(first, last, False) for first, last in pairwise(cuts)]
+    if trained + 1 < len(cu_seqlens):
+        parts.append(run(trained, len(cu_seqlens) - 1, True))
+    return tuple(parts)

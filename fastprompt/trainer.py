@@ -20,8 +20,9 @@ import torch
 from fastprompt import checkpoint
 from fastprompt.checkpoint import TrainerState
 from fastprompt.config import METRICS, TrainConfig, dump_yaml
-from fastprompt.data.batching import BatchPlan, collate
+from fastprompt.data.batching import BatchPlan, ContrastiveBatch, collate
 from fastprompt.data.cache import open_token_cache
+from fastprompt.data.prefetch import Prefetcher
 from fastprompt.data.reading import RowReader
 from fastprompt.deepspeed_config import load_deepspeed_config, zero_stage
 from fastprompt.distributed import all_reduce_sum, barrier, encode_over_ranks, rank, world_size
@@ -33,7 +34,9 @@ from fastprompt.evaluation.sts import load_task, sts_score
 from fastprompt.files import write_text, writing_to
 from fastprompt.model import PromptEncoder
 from fastprompt.objective import PromptObjective
+from fastprompt.profiling import SKIPPED_STEPS, StepProfiler, stage
 from fastprompt.progress import TrainingProgress
+from fastprompt.prompts import PromptTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +69,8 @@ class Trainer:
                 f"max_sentence_tokens {config.max_sentence_tokens} and the template exceed the model's "
                 f"{encoder.tokenizer.max_positions} positions; at most {encoder.tokenizer.max_sentence_tokens} fit"
             )
-        if config.gradient_checkpointing:
-            encoder.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._check_budget(encoder.tokenizer)
+        encoder.packed.configure(gradient_checkpointing=config.gradient_checkpointing, compile=config.compile)
         cache_dir = Path(config.cache_dir) if config.cache_dir else None
         self.cache = open_token_cache(config.train_file, encoder.tokenizer, config.max_sentence_tokens, cache_dir)
         self.plan = BatchPlan(
@@ -92,8 +95,16 @@ class Trainer:
             self.state = self._restored_state(resumed)
         # Every rank starts from rank 0's weights (DeepSpeed broadcasts them) but draws its own dropout.
         torch.manual_seed(config.seed + 1 + rank())
+        if 0 < steps - self.state.global_step < config.profile + SKIPPED_STEPS:
+            raise FastpromptError(
+                f"profiling {config.profile} steps takes {config.profile + SKIPPED_STEPS} and the run has "
+                f"{steps - self.state.global_step} left; lower --profile or raise --max_steps"
+            )
         objective = PromptObjective(
-            encoder, temperature=config.temperature, hard_negative_weight=config.hard_negative_weight
+            encoder,
+            temperature=config.temperature,
+            hard_negative_weight=config.hard_negative_weight,
+            autocast=config.precision == "bf16_autocast",
         )
         self.encoder = encoder
         self.engine = build_engine(objective, config, deepspeed_config, steps)
@@ -111,14 +122,19 @@ class Trainer:
             log.info("%s is complete: nothing left to train", self.folder)
             return state
         started, before = time.monotonic(), state.train_runtime
-        with _stop_requests() as stop:
+        stepping = 0.0
+        with _stop_requests() as stop, self._prefetching() as batches:
             if state.global_step == 0:
                 self._evaluate()
-            with TrainingProgress(state, config.global_batch_size, enabled=rank() == 0) as bar:
+            profiler = StepProfiler(self.folder, config.profile if rank() == 0 else 0, self.device.type)
+            with TrainingProgress(state, config.global_batch_size, enabled=rank() == 0) as bar, profiler:
                 stopping = False
                 while not (state.finished or stopping):
                     learning_rate = self.engine.get_lr()[0]
-                    loss, stopping = self._step(stop)
+                    step_started = time.perf_counter()
+                    loss, stopping = self._step(batches, stop)
+                    stepping += time.perf_counter() - step_started
+                    profiler.step()
                     state.train_runtime = before + time.monotonic() - started
                     bar.update(loss, learning_rate)
                     if state.global_step % config.logging_steps == 0 or state.finished:
@@ -128,6 +144,7 @@ class Trainer:
                     due = config.save_steps and state.global_step % config.save_steps == 0
                     if due and not (state.finished or stopping):
                         self._save()
+            self._log_wait(batches.seconds_waited, stepping)
             if state.finished:
                 self._log_summary()
             self._save()
@@ -138,16 +155,20 @@ class Trainer:
             )  # fmt: skip
         return state
 
-    def _step(self, stop: StopRequest) -> tuple[float, bool]:
+    def _step(self, batches: Prefetcher[list[ContrastiveBatch]], stop: StopRequest) -> tuple[float, bool]:
         """One optimizer step; the global batch's mean loss, and whether any rank was asked to stop."""
         self.engine.train()
-        parts = self.plan.rows(self.state.global_step)
+        with stage("data"):
+            parts = batches.next()
         share = torch.zeros((), device=self.device)
         for part in parts:
-            batch = collate(self.cache, part, rank(), self.encoder.tokenizer.prompts, delta=self.config.delta)
-            loss = self.engine(batch.to(self.device))
-            self.engine.backward(loss)
-            self.engine.step()
+            with stage("data"):
+                batch = part.to(self.device)
+            loss = self.engine(batch)
+            with stage("backward"):
+                self.engine.backward(loss)
+            with stage("optimizer"):
+                self.engine.step()
             share += loss.detach() / len(parts)
         summed = all_reduce_sum(torch.stack([share, share.new_tensor(float(stop.requested))]))
         loss_sum, stops = summed.tolist()
@@ -155,7 +176,7 @@ class Trainer:
         state = self.state
         state.global_step += 1
         state.epoch = state.global_step / self.plan.steps_per_epoch
-        state.samples_seen += sum(len(rows) for part in parts for rows in part)
+        state.samples_seen += sum(sum(part.rows_per_rank) for part in parts)
         if not math.isfinite(mean):
             raise FastpromptError(
                 f"the loss is {mean} at step {state.global_step}; nothing was saved from this step on, the last "
@@ -164,6 +185,40 @@ class Trainer:
         state.loss_window.append(mean)
         state.loss_sum += mean
         return mean, stops > 0
+
+    @contextmanager
+    def _prefetching(self) -> Iterator[Prefetcher[list[ContrastiveBatch]]]:
+        """This rank's batches of the steps that are left."""
+        batches = Prefetcher(self._collate, range(self.state.global_step, self.state.max_steps))
+        try:
+            yield batches
+        finally:
+            batches.close()
+
+    def _collate(self, step: int) -> list[ContrastiveBatch]:
+        config = self.config
+        made = [
+            collate(
+                self.cache,
+                part,
+                rank(),
+                self.encoder.tokenizer.prompts,
+                delta=config.delta,
+                freeze_delta=config.freeze_delta,
+                tokens_per_micro_batch=config.tokens_per_micro_batch,
+            )
+            for part in self.plan.rows(step)
+        ]
+        return [batch.pin_memory() for batch in made] if self.device.type == "cuda" else made
+
+    def _check_budget(self, tokenizer: PromptTokenizer) -> None:
+        budget = self.config.tokens_per_micro_batch
+        longest = self.config.max_sentence_tokens + max(len(prompt) for prompt in tokenizer.prompts)
+        if budget is not None and budget < 2 * longest:
+            raise FastpromptError(
+                f"tokens_per_micro_batch is {budget}; the longest prompt has {longest} tokens, and at least two of "
+                f"them ({2 * longest}) must fit"
+            )
 
     def _evaluate(self) -> None:
         if not self._evaluators:
@@ -195,6 +250,13 @@ class Trainer:
         state.loss_window = []
         self._append_log(entry)
         bar.log_line(entry)
+
+    def _log_wait(self, waited: float, stepping: float) -> None:
+        graphs = self.encoder.packed.graphs_compiled
+        log.info(
+            "waiting for data: %.2f%% of %.1f s of training steps%s",
+            100 * waited / max(stepping, 1e-9), stepping, f"; torch.compile made {graphs} graphs" if graphs else "",
+        )  # fmt: skip
 
     def _log_summary(self) -> None:
         state = self.state

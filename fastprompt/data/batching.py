@@ -38,6 +38,10 @@ class ContrastiveBatch:
         """The same batch on ``device``."""
         return replace(self, prompts=self.prompts.to(device))
 
+    def pin_memory(self) -> ContrastiveBatch:
+        """The same batch in page-locked memory."""
+        return replace(self, prompts=self.prompts.pin_memory())
+
 
 class BatchPlan:
     """Deals the rows of a file to steps, accumulation parts and ranks.
@@ -95,18 +99,58 @@ class BatchPlan:
 
 
 def collate(
-    cache: TokenCache, parts: list[Rows], rank: int, prompts: tuple[PromptTokens, ...], *, delta: bool
+    cache: TokenCache,
+    parts: list[Rows],
+    rank: int,
+    prompts: tuple[PromptTokens, ...],
+    *,
+    delta: bool,
+    freeze_delta: bool = False,
+    tokens_per_micro_batch: int | None = None,
 ) -> ContrastiveBatch:
     """Pack this rank's rows: view v uses column v (the only column twice, when there is one) and template v.
 
     The last template serves any further views, as in the published code.
+
+    Args:
+        cache: the sentences.
+        parts: the rows of every rank.
+        rank: whose rows to pack.
+        prompts: the tokenised templates.
+        delta, freeze_delta: see ``pack_prompts``.
+        tokens_per_micro_batch: no micro-batch holds more tokens; at least twice the longest prompt. All ranks cut
+            their rows into equally many (and none into more than it has prompts).
     """
     num_views = max(2, cache.columns)
     views = [(min(v, cache.columns - 1), prompts[min(v, len(prompts) - 1)]) for v in range(num_views)]
     rows = parts[rank]
+    count = 1
+    if tokens_per_micro_batch is not None:
+        trained = delta and not freeze_delta
+        count = max(_micro_batches(cache, part, views, trained, tokens_per_micro_batch) for part in parts)
+        count = min(count, num_views * min(len(part) for part in parts))
     packed = pack_prompts(
         [prompt for _, prompt in views for _ in rows],
         [cache[int(row), column] for column, _ in views for row in rows],
         delta=delta,
+        freeze_delta=freeze_delta,
+        num_micro_batches=count,
     )
     return ContrastiveBatch(packed, num_views, tuple(len(part) for part in parts))
+
+
+def _micro_batches(
+    cache: TokenCache, rows: Rows, views: list[tuple[int, PromptTokens]], deltas: bool, budget: int
+) -> int:
+    """How many micro-batches the rows need, so that none exceeds the budget."""
+    tokens, longest = 0, 0
+    kinds: set[tuple[PromptTokens, int]] = set()
+    for column, prompt in views:
+        lengths = cache.lengths(rows, column)
+        tokens += int(lengths.sum()) + len(prompt) * len(rows)
+        longest = max(longest, int(lengths.max()) + len(prompt))
+        if deltas:
+            kinds.update((prompt, length) for length in lengths.tolist())
+    tokens += sum(len(prompt) for prompt, _ in kinds)
+    # Cuts fall between sequences, up to one of them beyond an even share.
+    return -(-tokens // (budget - longest))

@@ -62,6 +62,12 @@ class TokenCache:
         ids: TokenIds = self._tokens[start:end]
         return ids
 
+    def lengths(self, rows: npt.NDArray[np.int64], column: int) -> npt.NDArray[np.int64]:
+        """Numbers of tokens of some rows' sentences."""
+        index = rows * self.columns + column
+        counts: npt.NDArray[np.int64] = self._offsets[index + 1] - self._offsets[index]
+        return counts
+
 
 def open_token_cache(
     path: str | Path, tokenizer: PromptTokenizer, max_tokens: int, cache_dir: Path | None = None

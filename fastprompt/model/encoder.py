@@ -24,6 +24,8 @@ from transformers.utils import cached_file
 from fastprompt.config import EncoderConfig, encoder_from_json, encoder_to_json
 from fastprompt.errors import FastpromptError
 from fastprompt.model.heads import MLMTransform, load_mlm_transform, new_head
+from fastprompt.model.packed import PackedForward
+from fastprompt.profiling import stage
 from fastprompt.prompts import PackedBatch, PromptTokenizer, Template, pack_prompts
 
 log = logging.getLogger(__name__)
@@ -48,10 +50,8 @@ class PromptEncoder(nn.Module):
         super().__init__()
         self.backbone: Any = backbone
         self.head = head
-        hf_config = self.hf_config
-        # RoBERTa counts positions from padding_idx + 1.
-        self._position_offset = 0 if hf_config.model_type == "bert" else hf_config.pad_token_id + 1
-        max_positions = hf_config.max_position_embeddings - self._position_offset
+        self.packed = PackedForward(backbone)
+        max_positions = self.hf_config.max_position_embeddings - self.packed.position_offset
         self.tokenizer = PromptTokenizer(tokenizer, config.templates, max_positions)
         self.config = replace(config, templates=tuple(map(str, self.tokenizer.templates)))
 
@@ -105,41 +105,19 @@ class PromptEncoder(nn.Module):
             load_mlm_transform(head, path)
         return cls(backbone, tokenizer, config, head)
 
-    def hidden_rows(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Last hidden states of all tokens, [T', H], and the row of each sequence's mask token, [N + K].
-
-        The sequences are padded for transformers' attention, so T' ≥ T; nothing reads the padding rows.
-        """
-        lengths = batch.cu_seqlens.diff()
-        sequences = torch.arange(len(lengths), device=lengths.device)
-        starts = sequences * batch.max_seqlen
-        # Where each packed token lies in the padded [S · L] layout.
-        place = torch.arange(len(batch.input_ids), device=lengths.device)
-        place = place + (starts - batch.cu_seqlens[:-1]).repeat_interleave(lengths)
-        shape = (len(lengths), batch.max_seqlen)
-        padded_ids = torch.full(shape, self.hf_config.pad_token_id, device=lengths.device)
-        padded_ids.view(-1)[place] = batch.input_ids
-        positions = torch.full(shape, self._position_offset, device=lengths.device)
-        positions.view(-1)[place] = batch.position_ids + self._position_offset
-        attention_mask = torch.arange(batch.max_seqlen, device=lengths.device) < lengths.unsqueeze(1)
-        hidden = self.backbone(
-            input_ids=padded_ids, attention_mask=attention_mask.long(), position_ids=positions
-        ).last_hidden_state
-        return hidden.flatten(0, 1), place[batch.mask_index]
-
     def pool_inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """What ``mask_delta_pool`` wants of a batch of mask (or cls) prompts.
 
-        Hidden states [T', H], the row of each sentence's mask token [N], and the deltas [K, H] (None without).
-        ``mlm_transform`` has been applied to both operands of the subtraction (PromptBERT, section 4.3, and the
-        published ``org_mlp``).
+        Last hidden states at the mask tokens [N + K, H], the row of each sentence [N], and the deltas [K, H] (None
+        without). ``mlm_transform`` has been applied to both operands of the subtraction (PromptBERT, section 4.3, and
+        the published ``org_mlp``).
         """
-        hidden, rows = self.hidden_rows(batch)
-        if isinstance(self.head, MLMTransform):
-            hidden = self.head(hidden.index_select(0, rows))
-            rows = torch.arange(len(rows), device=rows.device)
-        n = batch.num_sentences
-        return hidden, rows[:n], hidden.index_select(0, rows[n:]) if batch.delta_index is not None else None
+        hidden = self.packed.mask_rows(batch)
+        with stage("tail"):
+            if isinstance(self.head, MLMTransform):
+                hidden = self.head(hidden)
+            rows, n = batch.sequence_index, batch.num_sentences
+            return hidden, rows[:n], hidden.index_select(0, rows[n:]) if batch.delta_index is not None else None
 
     def forward(self, batch: PackedBatch, *, with_head: bool) -> Tensor:
         """Embeddings [N, H] of the N sentences of a batch of mask (or cls) prompts.
@@ -148,9 +126,10 @@ class PromptEncoder(nn.Module):
         subtraction when ``with_head``; ``mlm_transform`` always, before it.
         """
         hidden, rows, deltas = self.pool_inputs(batch)
-        embeddings = mask_delta_pool(hidden, rows, batch.delta_index, deltas)
-        if self.head is not None and with_head and not isinstance(self.head, MLMTransform):
-            embeddings = self.head(embeddings)
+        with stage("tail"):
+            embeddings = mask_delta_pool(hidden, rows, batch.delta_index, deltas)
+            if self.head is not None and with_head and not isinstance(self.head, MLMTransform):
+                embeddings = self.head(embeddings)
         return embeddings
 
     @torch.no_grad()
@@ -184,11 +163,9 @@ class PromptEncoder(nn.Module):
     def _encode_batch(self, batch: PackedBatch) -> Tensor:
         if self.config.pooling != "mean":
             return self(batch, with_head=self.config.head_at_evaluation)
-        hidden, _ = self.hidden_rows(batch)
-        hidden = hidden.view(batch.num_sentences, batch.max_seqlen, -1)
-        lengths = batch.cu_seqlens.diff().unsqueeze(1)
-        real = torch.arange(batch.max_seqlen, device=hidden.device) < lengths
-        return (hidden * real.unsqueeze(2)).sum(1) / lengths
+        hidden = self.packed.all_rows(batch)
+        means = torch.segment_reduce(hidden, "mean", offsets=batch.cu_seqlens, axis=0)
+        return means.index_select(0, batch.sequence_index)
 
     def save_pretrained(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Write a folder that ``transformers.AutoModel`` and ``PromptEncoder`` load.

@@ -87,7 +87,8 @@ def test_mlm_transform_starts_from_the_pretrained_head(request, name):
             expected = model.cls.predictions.transform(hidden)
         else:
             expected = model.lm_head.layer_norm(torch.nn.functional.gelu(model.lm_head.dense(hidden)))
-    np.testing.assert_allclose(encoder.encode([TEXTS[0]]), expected, atol=1e-6)
+    # Two orders of the same float32 sums: a few roundings of values up to 2.
+    np.testing.assert_allclose(encoder.encode([TEXTS[0]]), expected, atol=5e-6)
 
 
 def test_mlm_transform_needs_a_pretrained_head(headless_bert):

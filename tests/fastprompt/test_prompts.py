@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Templates, their tokens, deltas, and what sentences may contain."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -191,16 +193,14 @@ def test_packing_and_deltas(bert):
     again = pack_prompts([first] * 3, [ids[0], ids[1], ids[0]], delta=True)
     assert again.delta_index.tolist() == [0, 1, 0]  # one delta for each distinct (template, length)
     lengths = batch.cu_seqlens.diff().tolist()
-    assert lengths == [
-        len(first) + 3,
-        len(first) + 1,
-        len(second) + 3,
-        len(first),
-        *[len(first)] * 2,
-        len(second),
-        len(first),
-    ]
-    assert batch.max_seqlen == max(lengths)
+    # Sentences longest first, then the deltas; ``second`` has two tokens less than ``first``.
+    sentences = [len(first) + 3, len(first) + 1, len(second) + 3, len(first)]
+    assert lengths == [*sentences, *[len(first)] * 3, len(second)]
+    assert batch.sequence_index.tolist() == [0, 1, 2, 3, 4, 5, 7, 6]  # where the sentences lie, then the deltas
+    turned = pack_prompts([first] * 3, [ids[3], ids[0], ids[1]], delta=False)
+    assert turned.sequence_index.tolist() == [2, 0, 1]
+    assert [part.tokens for part in batch.micro_batches] == [(0, sum(lengths))]
+    assert batch.micro_batches[0].max_seqlen == max(lengths)
     start = int(batch.cu_seqlens[4])  # the delta of (first, 3 tokens)
     tokens = batch.input_ids[start : start + len(first)].tolist()
     positions = batch.position_ids[start : start + len(first)].tolist()
@@ -208,9 +208,38 @@ def test_packing_and_deltas(bert):
     p = len(first.prefix)
     assert positions == [*range(p), *range(p + 3, len(first) + 3)]
     # A mask before the sentence is not shifted, what follows the sentence is.
-    start = int(batch.cu_seqlens[6])
+    start = int(batch.cu_seqlens[7])
     assert batch.position_ids[start + second.mask_index] == second.mask_index
     assert batch.input_ids[batch.mask_index].tolist() == [bert.mask_token_id] * 8
     plain = pack_prompts([first], ids[:1], delta=False)
     assert plain.delta_index is None
     assert len(plain.cu_seqlens) == 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=40),
+    count=st.integers(1, 8),
+    delta=st.booleans(),
+    freeze=st.booleans(),
+)
+def test_micro_batches(bert, lengths, count, delta, freeze):
+    """They cover every sequence once, none is empty, and what they hold differs by less than the longest prompt."""
+    prompt = PromptTokenizer(bert, [PLAIN], 64).prompts[0]
+    sentences = [np.full(n, 7) for n in lengths]
+    count = min(count, len(sentences))
+    batch = pack_prompts(
+        [prompt] * len(sentences), sentences, delta=delta, freeze_delta=freeze, num_micro_batches=count
+    )
+    parts = batch.micro_batches
+    assert [part.frozen for part in parts] == [False] * count + [True] * (delta and freeze)
+    assert parts[0].sequences[0] == 0
+    assert parts[-1].sequences[1] == len(batch.cu_seqlens) - 1
+    assert all(a.sequences[1] == b.sequences[0] for a, b in pairwise(parts))
+    for part in parts:
+        bounds = batch.cu_seqlens[part.sequences[0] : part.sequences[1] + 1]
+        assert part.tokens == (bounds[0], bounds[-1])
+        assert part.max_seqlen == bounds.diff().max()
+    tokens = [part.tokens[1] - part.tokens[0] for part in parts if not part.frozen]
+    if min(tokens) > max(len(prompt) + n for n in lengths):  # not where every sequence is a part of its own
+        assert max(tokens) - min(tokens) <= 2 * (len(prompt) + max(lengths))
