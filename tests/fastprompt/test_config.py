@@ -96,7 +96,7 @@ def test_scientific_notation_without_a_point(tmp_path):
         ({"dropout": 1.0}, r"dropout is 1.0; it must lie in \[0, 1\)"),
         ({"eval_steps": -1}, "eval_steps is -1; it must not be negative"),
         ({"seed": -1}, "seed is -1; it must lie in 0"),
-        ({"precision": "int8"}, "precision is 'int8'; it must be one of fp32, bf16, fp16"),
+        ({"precision": "int8"}, "precision is 'int8'; it must be one of fp32, bf16, bf16_autocast, fp16"),
         ({"global_batch_size": 4, "gradient_accumulation_steps": 4}, "leaves a sentence without a negative"),
     ],
 )
