@@ -95,7 +95,11 @@ def reference_deltas(encoder: PromptEncoder, prompt: PromptTokens, count: int) -
     first = 0 if encoder.hf_config.model_type == "bert" else encoder.hf_config.pad_token_id + 1
     positions = torch.arange(first, first + ids.shape[1], device=device).repeat(count, 1)
     positions[:, len(prompt.prefix) :] += torch.arange(count, device=device).unsqueeze(1)
-    hidden: Tensor = encoder.backbone(input_ids=ids, position_ids=positions).last_hidden_state
+    # The mask is spelled out: without one, transformers ≥ 5.25 takes the jump in the positions for the beginning of
+    # another packed sequence and lets neither side see the other.
+    mask = torch.ones_like(ids)
+    outputs = encoder.backbone(input_ids=ids, attention_mask=mask, position_ids=positions)
+    hidden: Tensor = outputs.last_hidden_state
     return _transform(encoder.head, hidden[:, prompt.mask_index])
 
 

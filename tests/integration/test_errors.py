@@ -143,10 +143,10 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_good_checkpoint(co
     trainer = Trainer(config(learning_rate=1e-6, save_steps=2, max_steps=9), device)
     step = trainer._step
 
-    def poisoned(stop):
+    def poisoned(batches, stop):
         if trainer.state.global_step == 3:
             next(trainer.engine.module.parameters()).data.fill_(float("nan"))
-        return step(stop)
+        return step(batches, stop)
 
     trainer._step = poisoned
     with pytest.raises(FastpromptError, match="the loss is nan at step 4; .*lower learning_rate"):
